@@ -1,0 +1,1 @@
+"""Lives in the engine's process. Imports ``kernels``, ``tiers.block`` and ``daemon.protocol``, nothing heavier."""

@@ -1,0 +1,1 @@
+"""Where blocks live. Synchronous and thread-safe; imports ``terracekv.kernels`` only."""

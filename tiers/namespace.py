@@ -1,0 +1,147 @@
+"""Namespaces: what makes KV bytes interchangeable, with the epoch that a flush raises.
+
+Owns ``namespaces.json`` in the state folder: written whole, fsynced, renamed into place, so an epoch once raised
+stays raised. It is not in the catalog because the catalog can be rebuilt from segments and an epoch cannot.
+Called by the daemon on its event loop and by tiers from any thread. Imports the standard library and ``errors``.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from terracekv.tiers.errors import Damaged
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A snapshot: compare ``stamp`` to know whether bytes belong to this namespace *and* its present epoch.
+
+    ``number`` is small, unique in this state folder and never reused. ``block_tokens`` (tokens), ``shards`` and
+    ``block_bytes`` (bytes of one shard of a block) are 0 while a namespace is known from its records only.
+    """
+
+    id: bytes
+    number: int
+    epoch: int
+    model: str = ""
+    revision: str = ""
+    dtype: str = ""
+    layout: bytes = b""
+    block_tokens: int = 0
+    shards: int = 0
+    block_bytes: int = 0
+
+    @property
+    def stamp(self) -> int:
+        """Number and epoch as one u64: equal only for blocks that may be served."""
+        return self.number << 32 | self.epoch
+
+    @property
+    def registered(self) -> bool:
+        """Whether an engine has said what this namespace is."""
+        return self.block_bytes > 0
+
+
+class Namespaces:
+    """All namespaces of one state folder. Thread-safe; every change is durable before it is answered."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._by_id: dict[bytes, Namespace] = {}
+        self.identity = os.urandom(16).hex()
+        """Changes when the file is lost; the catalog of another identity has other numbers and is rebuilt."""
+        if path.exists():
+            self._read()
+        else:
+            self._write()
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(list(self._by_id.values()))
+
+    def get(self, id: bytes) -> Namespace | None:
+        """The present snapshot, or None when no such namespace was ever seen here."""
+        return self._by_id.get(id)
+
+    def register(self, wanted: Namespace) -> Namespace:
+        """Make a namespace known, or fill in one known from its records only; ``number`` and ``epoch`` are ours."""
+        assert wanted.registered
+        with self._lock:
+            known = self._by_id.get(wanted.id)
+            if known is not None and known.registered:
+                return known
+            if known is None:
+                made = replace(wanted, number=self._next_number(), epoch=0)
+            else:
+                made = replace(wanted, number=known.number, epoch=known.epoch)
+            self._put(made)
+            return made
+
+    def adopt(self, id: bytes, epoch: int) -> Namespace:
+        """A namespace met in a stored record; its epoch is at least the record's."""
+        with self._lock:
+            known = self._by_id.get(id)
+            if known is None:
+                known = Namespace(id=id, number=self._next_number(), epoch=epoch)
+                self._put(known)
+            elif epoch > known.epoch:
+                known = replace(known, epoch=epoch)
+                self._put(known)
+            return known
+
+    def raise_epoch(self, id: bytes) -> Namespace:
+        """Flush: from the return on, what bears an older epoch is a miss in every tier."""
+        with self._lock:
+            raised = replace(self._by_id[id], epoch=self._by_id[id].epoch + 1)
+            self._put(raised)
+            return raised
+
+    def _next_number(self) -> int:
+        return 1 + max((n.number for n in self._by_id.values()), default=0)
+
+    def _put(self, namespace: Namespace) -> None:
+        before = self._by_id.get(namespace.id)
+        self._by_id[namespace.id] = namespace
+        try:
+            self._write()
+        except OSError:
+            if before is None:
+                del self._by_id[namespace.id]
+            else:
+                self._by_id[namespace.id] = before
+            raise
+
+    def _read(self) -> None:
+        try:
+            content = json.loads(self._path.read_bytes())
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
+            self.identity = str(content["identity"])
+            for row in content["namespaces"]:
+                known = Namespace(**row | {"id": bytes.fromhex(row["id"]), "layout": bytes.fromhex(row["layout"])})
+                self._by_id[known.id] = known
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(
+                f"{self._path} cannot be read: {error}",
+                "restore it, or move it away: blocks on disk then come back under their namespaces' last stored epoch",
+            ) from error
+
+    def _write(self) -> None:
+        rows = [asdict(n) | {"id": n.id.hex(), "layout": n.layout.hex()} for n in self._by_id.values()]
+        content = {"format": FORMAT, "identity": self.identity, "namespaces": rows}
+        fresh = self._path.with_suffix(".new")
+        with open(fresh, "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
