@@ -1,7 +1,7 @@
 """What can go wrong, grouped by when it occurs. Imports the standard library only.
 
 An expected outcome is a value of an enum, not an exception (``tiers/tier.py``). A bug is an assert.
-Every error says what is wrong (``message``) and what to do about it (``hint``); ``kind`` is stable and machine-readable.
+Every error says what is wrong (``message``) and what to do about it (``hint``); ``kind`` is stable, for machines.
 """
 
 
