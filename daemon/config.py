@@ -1,0 +1,387 @@
+"""The settings: what they are, where each value came from, and whether this machine can give what they ask for.
+
+Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
+command line each call it once, before any thread starts. Imports msgspec and ``tiers.budget``.
+
+A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
+names the nearest known one: a setting that is silently ignored is worse than none.
+"""
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta, Struct
+
+from terracekv.tiers import budget
+from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
+from terracekv.tiers.errors import ConfigError, NoRoom
+
+Size = Annotated[int, Meta(ge=0, description="bytes")]
+SizeOrAuto = Annotated[int | None, Meta(description="bytes, None for auto")]
+Count = Annotated[int, Meta(ge=1, le=256)]
+Seconds = Annotated[float, Meta(ge=0, le=3600)]
+
+PREFIX = "TERRACEKV_"
+ARENA = "arena"
+HOST_AUTO_MIN = 128 * MIB
+"""``auto`` refuses below this: such an arena helps nobody, and hides that the container has 64 MB of shared memory."""
+DISK_AUTO_MAX = 16 * GIB
+SEGMENTS_MIN = 2
+SOCKET_PATH_MAX = 107
+TOKEN_CHARS_MIN = 16
+_NOT_OURS = re.compile(r".*_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
+"""Kubernetes puts these into every container of a namespace that has a Service called terracekv."""
+
+
+class Daemon(Struct, frozen=True, forbid_unknown_fields=True):
+    """Folders, doors and the daemon's own limits. ``queue`` counts bytes of write-through that wait."""
+
+    runtime_dir: Path = Path("/dev/shm/terracekv")
+    state_dir: Path = Path("~/.local/state/terracekv")
+    http: str = "127.0.0.1:7411"
+    token_file: str = ""
+    io_threads: Count = 4
+    queue: SizeOrAuto = None
+    drain_s: Seconds = 10.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Host(Struct, frozen=True, forbid_unknown_fields=True):
+    """The arena."""
+
+    size: SizeOrAuto = None
+    slab: SizeOrAuto = None
+    prefault: bool = True
+
+
+class Disk(Struct, frozen=True, forbid_unknown_fields=True):
+    """The segments. ``path`` is never empty once loaded."""
+
+    enabled: bool = True
+    path: str = ""
+    size: SizeOrAuto = None
+    segment: Size = 256 * MIB
+    direct: Literal["auto", "on", "off"] = "auto"
+    admission: Literal["all", "second_touch"] = "all"
+    free_floor: Size = 1 * GIB
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """All settings. ``sources`` says, for each ``section.key``, where its value came from."""
+
+    daemon: Daemon = Daemon()
+    host: Host = Host()
+    disk: Disk = Disk()
+    failpoints: str = ""
+    sources: dict[str, str] = {}
+
+    @property
+    def arena_path(self) -> Path:
+        return self.daemon.runtime_dir / ARENA
+
+    @property
+    def disk_path(self) -> Path:
+        return Path(self.disk.path)
+
+
+SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk}
+TYPES: dict[str, Any] = {
+    f"{section}.{field.name}": field.type
+    for section, struct in SECTIONS.items()
+    for field in msgspec.structs.fields(struct)
+}
+"""Each known ``section.key`` and its type."""
+
+
+def load_config(file: Path | None, flags: Mapping[str, str], environ: Mapping[str, str]) -> Config:
+    """Read all settings; ``flags`` are ``section.key`` to text. What is ``auto`` stays None: see ``resolve``.
+
+    ConfigError names the setting, where it was set, what is wrong and what would do.
+    """
+    if file is None and environ.get(f"{PREFIX}CONFIG"):
+        file = Path(environ[f"{PREFIX}CONFIG"])
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(TYPES, "default")
+    layers = [_from_file(file) if file else {}, _from_environment(environ)]
+    layers.append({key: (value, "flag --set") for key, value in flags.items()})
+    for layer in layers:
+        for key, (raw, source) in layer.items():
+            values[key] = _value(key, raw, source)
+            sources[key] = source
+    home = environ.get("HOME") or str(Path.home())
+    for key in ("daemon.runtime_dir", "daemon.state_dir"):
+        section, _, name = key.partition(".")
+        path = values.get(key, getattr(SECTIONS[section](), name))
+        values[key] = Path(_absolute(str(path), home))
+    if values.get("disk.path"):
+        values["disk.path"] = _absolute(values["disk.path"], home)
+    else:
+        values["disk.path"] = str(values["daemon.state_dir"] / "disk")
+    if values.get("daemon.token_file"):
+        values["daemon.token_file"] = _absolute(values["daemon.token_file"], home)
+    built = {
+        section: struct(**{name: values[f"{section}.{name}"] for name in _names(section, values)})
+        for section, struct in SECTIONS.items()
+    }
+    config = Config(**built, failpoints=environ.get(f"{PREFIX}FAILPOINTS", ""), sources=sources)  # type: ignore[arg-type]
+    _check(config)
+    return config
+
+
+def survey(config: Config) -> Budget:
+    """What this machine has for a daemon with these folders, now."""
+    return budget.survey(config.arena_path, config.disk_path)
+
+
+def resolve(config: Config, room: Budget) -> Config:
+    """Settle what is ``auto`` and refuse what the machine cannot give. Changes nothing when all is settled and fits.
+
+    An arena that an earlier life left keeps its size under ``auto``, so that it is adopted. NoRoom has the numbers,
+    the setting to turn and the largest value that fits.
+    """
+    sources = dict(config.sources)
+    memory = room.memory.available_bytes + room.arena_bytes
+    shm = room.shm.free_bytes + room.arena_bytes
+    disk = room.disk.free_bytes + room.disk_bytes
+    host_size = config.host.size
+    if host_size is None:
+        host_size = room.arena_size or _host_auto(room, memory, shm)
+        why = "that of the arena found" if room.arena_size else "a quarter of the memory, within shared memory"
+        sources["host.size"] = f"auto: {why}"
+    slab = config.host.slab
+    if slab is None:
+        slab = min(host_size, max(16 * MIB, min(256 * MIB, host_size // 16 // (2 * MIB) * (2 * MIB))))
+        sources["host.slab"] = "auto: a sixteenth of host.size, 16MiB to 256MiB"
+    if slab > host_size:
+        raise ConfigError(f"host.slab is {show(slab)}, more than host.size {show(host_size)}", "lower host.slab")
+    queue = config.daemon.queue
+    if queue is None:
+        queue = host_size // 4
+        sources["daemon.queue"] = "auto: a quarter of host.size"
+    disk_size = config.disk.size
+    if config.disk.enabled and disk_size is None:
+        disk_size = max(0, min(DISK_AUTO_MAX, disk // 4, disk - config.disk.free_floor))
+        sources["disk.size"] = "auto: a quarter of the free space, at most 16GiB"
+    settled = msgspec.structs.replace(
+        config,
+        daemon=msgspec.structs.replace(config.daemon, queue=queue),
+        host=msgspec.structs.replace(config.host, size=host_size, slab=slab),
+        disk=msgspec.structs.replace(config.disk, size=disk_size if config.disk.enabled else 0),
+        sources=sources,
+    )
+    _require_room(settled, room, memory, shm, disk)
+    return settled
+
+
+def read_token(config: Config) -> str | None:
+    """The bearer token that HTTP over TCP asks for; None when no file is configured. ConfigError if unusable."""
+    if not config.daemon.token_file:
+        return None
+    try:
+        token = Path(config.daemon.token_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"daemon.token_file cannot be read: {error}", "create it, readable by the daemon") from None
+    if len(token) < TOKEN_CHARS_MIN:
+        raise ConfigError(
+            f"daemon.token_file holds {len(token)} characters", f"write a secret of {TOKEN_CHARS_MIN} or more into it"
+        )
+    return token
+
+
+def describe(config: Config) -> dict[str, dict[str, str | int | float | bool | None]]:
+    """Every setting in force: ``section.key`` to its value and source. Holds no secret."""
+    table = {}
+    for key in TYPES:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(config, section), name)
+        if isinstance(value, Path):
+            value = str(value)
+        table[key] = {"value": value, "source": config.sources.get(key, "default")}
+    return table
+
+
+def summary(config: Config, room: Budget) -> str:
+    """One line for the log: what this daemon takes in all, of what. For a resolved config."""
+    host, disk = config.host.size, config.disk.size
+    assert host is not None and disk is not None
+    line = (
+        f"memory: host.size {show(host)} + daemon {show(budget.DAEMON_BYTES)}, whatever the number of engines, of "
+        f"{show(room.memory.available_bytes + room.arena_bytes)} ({room.memory.limited_by})"
+    )
+    if config.disk.enabled:
+        line += f"; disk: disk.size {show(disk)} of {show(room.disk.free_bytes + room.disk_bytes)} at {room.disk.path}"
+    return line
+
+
+def tcp_address(http: str) -> tuple[str, int] | None:
+    """``host:port`` or ``[v6]:port`` apart; None when the TCP door is off. ConfigError for anything else."""
+    if not http:
+        return None
+    host, colon, port = http.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"daemon.http: {http!r} is not host:port", 'write 127.0.0.1:7411, or "" for no TCP door')
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``. A name other than localhost is taken to be reachable by all."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _from_file(file: Path) -> dict[str, tuple[Any, str]]:
+    try:
+        content = tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the settings file cannot be read: {error}", "check --config") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from None
+    found: dict[str, tuple[Any, str]] = {}
+    for section, table in content.items():
+        if not isinstance(table, dict):
+            raise ConfigError(f"{section} in {file} stands in no section", _nearest(section))
+        if section not in SECTIONS:
+            raise ConfigError(f"unknown section [{section}] in {file}", f"sections are {', '.join(SECTIONS)}")
+        found |= {f"{section}.{name}": (value, f"file {file}") for name, value in table.items()}
+    return found
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    names = {PREFIX + key.replace(".", "_").upper(): key for key in TYPES}
+    found: dict[str, tuple[Any, str]] = {}
+    for variable in sorted(environ):
+        if variable in names:
+            found[names[variable]] = (environ[variable], f"environment {variable}")
+        elif not variable.startswith(PREFIX) or variable in (f"{PREFIX}CONFIG", f"{PREFIX}FAILPOINTS"):
+            continue
+        elif not _NOT_OURS.fullmatch(variable):
+            near = difflib.get_close_matches(variable, names, 1, 0.5)
+            raise ConfigError(
+                f"the environment variable {variable} is no setting", f"did you mean {near[0]}?" if near else "unset it"
+            )
+    return found
+
+
+def _value(key: str, raw: Any, source: str) -> Any:
+    """One setting, checked against its type."""
+    if key not in TYPES:
+        raise ConfigError(f"unknown setting {key} ({source})", _nearest(key))
+    kind = TYPES[key]
+    try:
+        if kind in (Size, SizeOrAuto) and isinstance(raw, str):
+            raw = None if kind == SizeOrAuto and raw.strip() == "auto" else parse_size(raw)
+        if kind == SizeOrAuto and raw is not None:
+            kind = Size
+        return msgspec.convert(raw, kind, strict=False, dec_hook=lambda made, value: made(value))
+    except (ValueError, TypeError) as error:
+        choices = ", ".join(get_args(kind)) if get_origin(kind) is Literal else ""
+        hint = f"it is one of {choices}" if choices else "see docs/configuration.md"
+        raise ConfigError(f"{key} is {raw!r} ({source}): {error}", hint) from None
+
+
+def _nearest(key: str) -> str:
+    near = difflib.get_close_matches(key, TYPES, 1, 0.5)
+    if not near:
+        tail = key.rpartition(".")[2]
+        near = [known for known in TYPES if known.endswith(f".{tail}")][:1]
+    return f"did you mean {near[0]}?" if near else f"settings are {', '.join(TYPES)}"
+
+
+def _names(section: str, values: Mapping[str, Any]) -> list[str]:
+    return [name for known, _, name in (key.partition(".") for key in values) if known == section]
+
+
+def _absolute(path: str, home: str) -> str:
+    """``~`` and relative paths made absolute, so that a later change of folder changes nothing."""
+    if path == "~" or path.startswith("~/"):
+        path = home + path[1:]
+    return os.path.abspath(path)
+
+
+def _check(config: Config) -> None:
+    """Contradictions that no machine can resolve."""
+    address = tcp_address(config.daemon.http)
+    if address and not is_loopback(address[0]) and not config.daemon.token_file:
+        raise ConfigError(
+            f"daemon.http binds {address[0]}, which other machines can reach, and daemon.token_file is empty",
+            "set daemon.token_file to a file with a secret, or bind 127.0.0.1",
+        )
+    socket = str(config.daemon.runtime_dir / "engine.sock")
+    if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
+        raise ConfigError(
+            f"daemon.runtime_dir: {socket} has {len(os.fsencode(socket))} bytes, a Unix socket's path at most "
+            f"{SOCKET_PATH_MAX}",
+            "choose a shorter folder",
+        )
+    if config.host.size == 0:
+        raise ConfigError("host.size is 0, and every block passes through host", "set host.size, or leave it auto")
+    if config.host.slab == 0 or config.daemon.queue == 0:
+        raise ConfigError("host.slab and daemon.queue cannot be 0", "set a size, or leave them auto")
+    if config.disk.enabled and config.disk.size is not None:
+        _check_disk(config.disk.size, config.disk.segment)
+
+
+def _check_disk(size: int, segment: int) -> None:
+    if size == 0:
+        raise ConfigError("disk.size is 0 while disk.enabled is true", "set disk.enabled to false for no disk tier")
+    if segment == 0 or segment % 4096:
+        raise ConfigError(f"disk.segment is {segment} bytes", "it must be a positive multiple of 4096")
+    if size < SEGMENTS_MIN * segment:
+        raise ConfigError(
+            f"disk.size {show(size)} holds {size // segment} segments of disk.segment {show(segment)}, and "
+            f"{SEGMENTS_MIN} are the least",
+            f"raise disk.size to {show(SEGMENTS_MIN * segment)}, lower disk.segment to at most "
+            f"{show(size // SEGMENTS_MIN)}, or set disk.enabled to false",
+        )
+
+
+def _host_auto(room: Budget, memory: int, shm: int) -> int:
+    size = min(memory // 4, shm - budget.SHM_MARGIN_BYTES) // (2 * MIB) * (2 * MIB)
+    if size < HOST_AUTO_MIN:
+        raise NoRoom(
+            f"host.size auto comes to {show(max(0, size))}: {room.shm.path} has {show(shm)} free and this process may "
+            f"take {show(memory)} of memory ({room.memory.limited_by})",
+            "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with "
+            "medium: Memory), point daemon.runtime_dir at another tmpfs, or set host.size",
+        )
+    return size
+
+
+def _require_room(config: Config, room: Budget, memory: int, shm: int, disk: int) -> None:
+    """Sum up, for memory and each file system, all that will be taken of it; refuse what does not fit."""
+    host, disk_size = {"host.size": config.host.size or 0}, {"disk.size": config.disk.size or 0}
+    on_shm = config.disk.enabled and room.disk.device == room.shm.device
+    in_memory = disk_size if config.disk.enabled and room.disk.filesystem == "tmpfs" else {}
+    budget.require(
+        f"memory (limited by {room.memory.limited_by})",
+        memory + (room.disk_bytes if in_memory else 0),
+        host | in_memory | {"the daemon itself": budget.DAEMON_BYTES},
+        "host.size",
+    )
+    budget.require(
+        f"shared memory at {room.shm.path}",
+        shm + (room.disk_bytes if on_shm else 0),
+        host | (disk_size if on_shm else {}) | {"margin": budget.SHM_MARGIN_BYTES},
+        "host.size",
+        "or give more: docker run --shm-size=8g, or another daemon.runtime_dir",
+    )
+    if config.disk.enabled:
+        _check_disk(disk_size["disk.size"], config.disk.segment)
+        budget.require(
+            f"the disk at {room.disk.path}",
+            disk,
+            disk_size | {"disk.free_floor": config.disk.free_floor},
+            "disk.size",
+            "or choose another disk.path",
+        )

@@ -1,0 +1,224 @@
+"""How much memory and disk this process may take, and the refusal when more is asked for.
+
+Owns nothing; reads /proc, /sys and ``statvfs`` afresh at every call. Called by the daemon before it starts (its
+settings are checked against the answers) and by ``doctor``, from any thread. Imports the standard library and
+``errors``.
+
+All limits are those of one daemon: engines and sessions share them, and however many there are, none is raised.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+from terracekv.tiers.errors import NoRoom
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+DAEMON_BYTES = 100 * MIB
+"""What the daemon itself may need besides its arena."""
+SHM_MARGIN_BYTES = 8 * MIB
+"""Left free in the shared-memory folder: the slot table and sockets live there too."""
+UNLIMITED = 1 << 60
+"""cgroup v1 writes "no limit" as a number near 2**63."""
+
+_UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3,
+          "t": 1000**4, "tb": 1000**4, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of memory that may be taken now, which limit is the tightest, and all that were read."""
+
+    available_bytes: int
+    limited_by: str
+    readings: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room in the file system that holds ``path`` (or will: its nearest parent that exists)."""
+
+    path: Path
+    total_bytes: int
+    free_bytes: int
+    filesystem: str
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a daemon with these folders may take. ``arena_bytes`` and ``disk_bytes`` are held already by files that
+    an earlier life left there and this one will adopt, so they count as free; ``arena_size`` is that arena's size."""
+
+    memory: Memory
+    shm: Space
+    disk: Space
+    arena_size: int = 0
+    arena_bytes: int = 0
+    disk_bytes: int = 0
+
+
+def survey(arena: Path, disk: Path, root: Path = Path("/")) -> Budget:
+    """Look at the memory, at the file system of the ``arena`` file and at the one of the ``disk`` folder."""
+    try:
+        found = arena.stat()
+        arena_size, arena_bytes = found.st_size, found.st_blocks * 512
+    except OSError:
+        arena_size = arena_bytes = 0
+    return Budget(memory(root), space(arena.parent), space(disk), arena_size, arena_bytes, _bytes_below(disk))
+
+
+def memory(root: Path = Path("/")) -> Memory:
+    """The least of MemAvailable and, for this process's cgroup and each one above it, limit minus use.
+
+    Page cache is not use: the kernel drops it on demand. Shared memory is, though the kernel books it as cache.
+    Raises NoRoom when nothing at all can be read.
+    """
+    readings = dict(_cgroup_readings(root))
+    available = _table(root / "proc/meminfo").get("MemAvailable")
+    if available is not None:
+        readings["MemAvailable"] = available * KIB
+    if not readings:
+        raise NoRoom("neither /proc/meminfo nor a memory cgroup can be read", "set host.size to a number of bytes")
+    name, least = min(readings.items(), key=lambda reading: reading[1])
+    return Memory(max(0, least), name, readings)
+
+
+def space(path: Path) -> Space:
+    """Free and total bytes for ``path``. Raises OSError when not even a parent can be looked at."""
+    path = path.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    stat = os.statvfs(path)
+    return Space(
+        path,
+        stat.f_blocks * stat.f_frsize,
+        stat.f_bavail * stat.f_frsize,
+        filesystem_type(path),
+        path.stat().st_dev,
+    )
+
+
+def filesystem_type(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """``tmpfs``, ``ext4``, ``overlay``, ``nfs4`` ...; ``unknown`` where the mounts cannot be read."""
+    real = path.resolve()
+    best, kind = -1, "unknown"
+    for line in _text(mounts).splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = Path(fields[1].encode().decode("unicode_escape"))
+        # Of two mounts on one point the later hides the earlier.
+        if (point == real or point in real.parents) and len(point.parts) >= best:
+            best, kind = len(point.parts), fields[2]
+    return kind
+
+
+def require(where: str, available_bytes: int, asked: Mapping[str, int], knob: str, hint: str = "") -> None:
+    """Refuse, with the numbers, when all that is asked of one place together exceeds what is there.
+
+    ``asked`` maps what wants room (a setting, mostly) to bytes; ``knob`` is the one of them to turn.
+    Raises NoRoom, naming the largest value of ``knob`` that fits.
+    """
+    total = sum(asked.values())
+    if total <= available_bytes:
+        return
+    largest = max(0, available_bytes - total + asked[knob])
+    parts = " + ".join(f"{name} {show(size)}" for name, size in asked.items())
+    advice = f"the largest {knob} that fits is {show(largest)}"
+    raise NoRoom(
+        f"{where} has {show(available_bytes)} left, and {show(total)} is asked: {parts}",
+        f"{advice}; {hint}" if hint else advice,
+    )
+
+
+def show(size: int) -> str:
+    """Bytes for people, rounded down so that what is shown also fits: ``1.5GiB``."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(size) >= unit:
+            tenths = size * 10 // unit
+            return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
+    return f"{size}B"
+
+
+def parse_size(text: str) -> int:
+    """``8GiB``, ``512 MiB``, ``1.5g`` or plain bytes; GB is a power of ten, GiB of two. ValueError otherwise."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is not a size such as 8GiB, 512MiB or 4096")
+    return int(Decimal(match[1]) * unit)
+
+
+def _cgroup_readings(root: Path) -> Iterator[tuple[str, int]]:
+    """Room in each memory cgroup from this process's own up to the top, of version 2 and 1."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            tops = ["sys/fs/cgroup", "sys/fs/cgroup/unified"]
+            limit, used, cache = "memory.max", "memory.current", ("active_file", "inactive_file")
+        elif "memory" in controllers.split(","):
+            tops = ["sys/fs/cgroup/memory"]
+            limit, used, cache = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                ("total_active_file", "total_inactive_file"),
+            )
+        else:
+            continue
+        # In a container the path may name the group as the host sees it, while the mount starts at the group
+        # itself: what does not exist is passed over, and the top of the mount is the group.
+        parts = [part for part in Path(path).parts if part not in ("/", "..")]
+        for top in tops:
+            for depth in range(len(parts), -1, -1):
+                group = (root / top).joinpath(*parts[:depth])
+                limit_bytes, used_bytes = _number(group / limit), _number(group / used)
+                if limit_bytes is None or used_bytes is None or limit_bytes >= UNLIMITED:
+                    continue
+                stat = _table(group / "memory.stat")
+                reclaimable = sum(stat.get(name, 0) for name in cache)
+                name = f"cgroup /{'/'.join(parts[:depth])}"
+                yield name, limit_bytes - max(0, used_bytes - reclaimable)
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes that the files of a flat folder occupy; what vanishes meanwhile counts nothing."""
+    total = 0
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                try:
+                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+                except FileNotFoundError:
+                    continue
+    except OSError:
+        return total
+    return total
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None for ``max`` or no such file."""
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """``name number`` or ``name: number kB`` lines."""
+    table = {}
+    for line in _text(path).splitlines():
+        fields = line.split()
+        if len(fields) >= 2 and fields[1].isdigit():
+            table[fields[0].rstrip(":")] = int(fields[1])
+    return table
