@@ -225,8 +225,8 @@ class Found(msgspec.Struct, tag="found", array_like=True):
 
 
 class Leased(msgspec.Struct, tag="leased", array_like=True):
-    """``slots[i]`` belongs to key i; None where nothing is leased. ``pending`` indices are on their way up: not to
-    be read before Ready names them. A scheduler's lease has no slots; ``blocks`` counts what it holds."""
+    """``slots[i]`` belongs to key i; None where nothing is leased (yet). ``pending`` indices are on their way up:
+    Ready or Failed will name each of them. A scheduler's lease has no slots; ``blocks`` counts what it holds."""
 
     id: int
     lease: int
@@ -236,8 +236,11 @@ class Leased(msgspec.Struct, tag="leased", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """Blocks of the lease that came up: ``slots[n]`` belongs to index ``indices[n]``."""
+
     lease: int
     indices: list[int]
+    slots: list[Slot | None]
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

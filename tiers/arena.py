@@ -1,0 +1,125 @@
+"""The arena: one file on tmpfs that daemon and engines map, and through which every block's bytes pass.
+
+Owns ``arena`` and ``owner.lock`` in the runtime folder. Made by the daemon before anything else; ``prepare`` runs in
+a thread of its own, the rest is for any thread. Imports ``kernels.pages`` and ``errors``.
+
+Room for the whole arena is checked before start. Slabs (equal parts of it) are allocated with ``posix_fallocate``
+before anybody may write to them, so a shortage is an error with numbers and never a SIGBUS.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+from pathlib import Path
+
+from terracekv.kernels.pages import populate
+from terracekv.tiers.errors import InUse, NoRoom
+
+PREPARE_BYTES = 32 << 20
+
+
+class Arena:
+    """``view`` is the whole arena, writable. ``adopted`` tells whether the file of an earlier daemon was taken over.
+
+    Raises InUse when another live daemon owns the folder, NoRoom when the file system cannot hold ``size_bytes``.
+    """
+
+    def __init__(self, folder: Path, *, size_bytes: int, slab_bytes: int) -> None:
+        assert size_bytes % slab_bytes == 0 and slab_bytes % mmap.PAGESIZE == 0
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.path = folder / "arena"
+        self.size_bytes = size_bytes
+        self.slab_bytes = slab_bytes
+        self.slabs = size_bytes // slab_bytes
+        self.slabs_ready = 0
+        """Slabs, from the first on, that are allocated and mapped. Only grows."""
+        self.last_error: str | None = None
+        self._stopping = threading.Event()
+        self._lock_fd = _own(folder / "owner.lock")
+        try:
+            self.adopted = self._open()
+            self._map = mmap.mmap(self._fd, size_bytes)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        self.view = memoryview(self._map)
+        self.prepare(slabs=1)
+
+    def _open(self) -> bool:
+        """Open the arena file. One of another size is replaced, not truncated: engines may still map it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        fd = os.open(self.path, flags, 0o600)
+        found = os.fstat(fd)
+        adopted = found.st_size == self.size_bytes
+        if not adopted and found.st_size:
+            os.close(fd)
+            self.path.unlink()
+            fd = os.open(self.path, flags, 0o600)
+        try:
+            self._check_room(os.fstat(fd).st_blocks * 512)
+            os.ftruncate(fd, self.size_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return adopted
+
+    def _check_room(self, allocated_bytes: int) -> None:
+        folder = self.path.parent
+        room = os.statvfs(folder)
+        free = room.f_bavail * room.f_frsize
+        needed = self.size_bytes - allocated_bytes
+        if needed > free:
+            fits = (free + allocated_bytes) // self.slab_bytes * self.slab_bytes
+            raise NoRoom(
+                f"host.size asks for {self.size_bytes} bytes in {folder}, which has {free + allocated_bytes} bytes free"
+                f" of {room.f_blocks * room.f_frsize}",
+                f"set host.size to at most {fits}, or give the folder more room (docker run --shm-size, the sizeLimit"
+                " of an in-memory emptyDir, mount -o remount,size=...), or point daemon.runtime_dir at a larger tmpfs",
+            )
+
+    def prepare(self, slabs: int | None = None) -> None:
+        """Allocate and map slabs up to ``slabs`` (all by default). Blocks; stops at a shortage or ``close``."""
+        while self.slabs_ready < (self.slabs if slabs is None else slabs):
+            start = self.slabs_ready * self.slab_bytes
+            for offset in range(start, start + self.slab_bytes, PREPARE_BYTES):
+                if self._stopping.is_set():
+                    return
+                length = min(PREPARE_BYTES, start + self.slab_bytes - offset)
+                try:
+                    os.posix_fallocate(self._fd, offset, length)
+                    with self.view[offset : offset + length] as part:
+                        populate(part)
+                except OSError as error:
+                    self.last_error = f"only {self.slabs_ready} of {self.slabs} slabs could be allocated: {error}"
+                    return
+            self.slabs_ready += 1
+
+    def close(self) -> None:
+        """Stop preparing and let go of the folder; the file stays for the next daemon. Idempotent."""
+        if self._lock_fd < 0:
+            return
+        self._stopping.set()
+        os.close(self._fd)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass  # a view handed out is still alive somewhere: the mapping goes with the last one
+
+
+def _own(path: Path) -> int:
+    """Hold the folder for the life of the process: the kernel lets go when it dies, however it dies."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise InUse(
+            f"{path.parent} belongs to a daemon that is running",
+            "stop that daemon, or give this one another daemon.runtime_dir",
+        ) from None
+    return fd

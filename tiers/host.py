@@ -1,0 +1,398 @@
+"""The host tier: blocks in the arena, and the hub through which every other tier's bytes pass.
+
+Owns the slots: who may write them (reservations), who reads them (leases), and in which order sealed ones are evicted.
+Called by the daemon's event loop and its workers; one lock, held for microseconds, never over I/O or a copy.
+Imports ``arena``, ``block``, ``checksum``, ``errors``, ``eviction``, ``namespace``, ``slots`` and ``tier``.
+
+Beyond the contract of ``tier.py`` it has the two-phase verbs: ``reserve`` -> ``commit`` or ``abort`` (write) and
+``acquire`` -> ``release`` (read). A block is in exactly one place: reserved, sealed, or doomed (deleted or flushed
+while leased: gone for lookups, freed by the last release).
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from terracekv.tiers.arena import Arena
+from terracekv.tiers.checksum import checksum
+from terracekv.tiers.eviction import TailFirst
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
+from terracekv.tiers.tier import Counters, Outcome, TierStatus
+
+DAEMON = 0
+"""The session number under which the daemon itself writes slots (promotion, HTTP)."""
+BATCH = 1024
+
+
+class Space(NamedTuple):
+    """The sealed blocks of one namespace and epoch, in order of eviction."""
+
+    namespace: Namespace
+    slot_bytes: int
+    order: TailFirst
+
+
+class HostTier:
+    """Takes over what an earlier daemon left in ``arena`` and ``table``: sealed blocks of present epochs are listed at
+    once and checked when first read; slots that were being written are freed once their writers are gone."""
+
+    name = "host"
+
+    def __init__(self, arena: Arena, table: SlotTable, namespaces: Namespaces) -> None:
+        self._arena = arena
+        self._table = table
+        self._lock = threading.Lock()
+        self._spaces: dict[int, Space] = {}
+        self._leases: dict[int, int] = {}
+        self._writing: dict[int, int] = {}
+        self._orphans: dict[int, list[int]] = {}
+        self._doomed: set[int] = set()
+        self._unverified: set[int] = set()
+        self._tick = 0
+        self._closed = False
+        self.counters = Counters()
+        self.on_evict: Callable[[Namespace, list[bytes], str], None] = lambda namespace, ids, reason: None
+        """Called under the lock, with what left and why (capacity, flush, delete, damaged); must be quick."""
+        self.adopted_blocks = self._adopt(namespaces)
+
+    def _adopt(self, namespaces: Namespaces) -> int:
+        adopted = 0
+        for record in list(self._table.occupied()):
+            if not self._table.intact(record):
+                self._table.free(record)
+            elif self._table.state(record) is State.WRITING:
+                session = self._table.writer(record)
+                if session == DAEMON:
+                    self._table.free(record)
+                else:
+                    self._writing[record] = session
+                    self._orphans.setdefault(session, []).append(record)
+            else:
+                held = self._table.sealed(record)
+                namespace = namespaces.get(held.namespace) or namespaces.adopt(held.namespace, held.epoch)
+                space = self._space(namespace, held.payload_bytes)
+                fits = slot_bytes_for(held.payload_bytes) == self._table.slot_bytes(record) == space.slot_bytes
+                if held.epoch != namespace.epoch or not fits or held.block in space.order:
+                    self._table.free(record)
+                    continue
+                space.order.insert(held.block, record // RECORD_BYTES, 0)
+                self._unverified.add(record)
+                adopted += 1
+        return adopted
+
+    # Presence.
+
+    def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """See ``Tier.leading``. O(1) a block."""
+        space = self._spaces.get(namespace.stamp)
+        if space is None:
+            return 0
+        with self._lock:
+            return space.order.leading(ids)
+
+    def has(self, namespace: Namespace, id: bytes) -> bool:
+        """Whether a block is here."""
+        space = self._spaces.get(namespace.stamp)
+        return space is not None and id in space.order
+
+    # Writing.
+
+    def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
+        """A slot to write for each id that is not here; PRESENT for those that are, FULL where nothing can be evicted.
+
+        ``ids`` is a chain from its head: present blocks of it are touched and never evicted to make room for its tail.
+        """
+        with self._lock:
+            space = self._space(namespace, namespace.block_bytes)
+            self._tick += 1
+            space.order.touch(ids, self._tick)
+            absent = sum(id not in space.order for id in ids)
+            if absent:
+                self._make_room(space, absent, set(ids))
+            result: list[Slot | Outcome] = []
+            for id in ids:
+                if id in space.order:
+                    result.append(Outcome.PRESENT)
+                    continue
+                slot = self._table.take(space.slot_bytes, session, self._arena.slabs_ready)
+                if slot is None:
+                    result.append(Outcome.FULL)
+                    continue
+                self._writing[slot.record] = session
+                start = slot.offset + namespace.block_bytes
+                end = slot.offset + space.slot_bytes
+                self._arena.view[start:end] = bytes(end - start)
+                result.append(slot)
+            return result
+
+    def commit(self, namespace: Namespace, written: Sequence[tuple[bytes, Slot, int]]) -> list[Outcome]:
+        """Seal slots that hold ``(id, slot, checksum of the payload)``: findable from here on.
+
+        PRESENT when another session was quicker with the same block: its slot is freed, the block is readable.
+        ``namespace`` is the snapshot of now; of an epoch that was flushed since ``reserve``, use ``abort``.
+        """
+        outcomes = []
+        with self._lock:
+            space = self._space(namespace, namespace.block_bytes)
+            for id, slot, digest in reversed(written):
+                assert self._writing.pop(slot.record, None) is not None, "commit of a slot that is not being written"
+                if id in space.order:
+                    self._table.free(slot.record)
+                    outcomes.append(Outcome.PRESENT)
+                    continue
+                self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
+                space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
+                self.counters.puts += 1
+                self.counters.put_bytes += namespace.block_bytes
+                outcomes.append(Outcome.STORED)
+        return outcomes[::-1]
+
+    def touch(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
+        """A chain was used as a whole: its tail goes before its head."""
+        with self._lock:
+            space = self._spaces.get(namespace.stamp)
+            if space is not None:
+                self._tick += 1
+                space.order.touch(chain, self._tick)
+
+    def abort(self, slots: Sequence[Slot]) -> None:
+        """Give back slots whose writer has certainly stopped writing."""
+        with self._lock:
+            for slot in slots:
+                if self._writing.pop(slot.record, None) is not None:
+                    self._table.free(slot.record)
+
+    def orphan(self, slots: Sequence[Slot]) -> None:
+        """The session is over but its process may still be writing: ``reap`` frees the slots when it cannot."""
+        with self._lock:
+            for slot in slots:
+                session = self._writing.get(slot.record)
+                if session is not None:
+                    self._orphans.setdefault(session, []).append(slot.record)
+
+    def reap(self) -> int:
+        """Free orphaned slots whose writers are gone; how many are left."""
+        with self._lock:
+            for session in list(self._orphans):
+                if self._table.writer_gone(session):
+                    for record in self._orphans.pop(session):
+                        del self._writing[record]
+                        self._table.free(record)
+            return sum(map(len, self._orphans.values()))
+
+    # Reading.
+
+    def acquire(self, namespace: Namespace, ids: Sequence[bytes]) -> list[Slot | None]:
+        """One more lease on each block that is here; None for those that are not. Ends with ``release``.
+
+        A slot of ``unverified`` must pass ``verify`` before its bytes are believed.
+        """
+        with self._lock:
+            space = self._spaces.get(namespace.stamp)
+            if space is None:
+                return [None] * len(ids)
+            self._tick += 1
+            space.order.touch(ids, self._tick)
+            slots: list[Slot | None] = []
+            for id in ids:
+                place = space.order.get(id)
+                if place is None:
+                    slots.append(None)
+                    continue
+                record = place * RECORD_BYTES
+                self._leases[record] = self._leases.get(record, 0) + 1
+                slots.append(self._table.slot(record))
+            return slots
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """End one lease on each slot."""
+        with self._lock:
+            for slot in slots:
+                count = self._leases[slot.record] - 1
+                if count:
+                    self._leases[slot.record] = count
+                    continue
+                del self._leases[slot.record]
+                if slot.record in self._doomed:
+                    self._doomed.remove(slot.record)
+                    self._free(slot.record)
+
+    def unverified(self, slot: Slot) -> bool:
+        """Whether the bytes were taken over from an earlier daemon and not checked since."""
+        return slot.record in self._unverified
+
+    def verify(self, namespace: Namespace, id: bytes, slot: Slot) -> Outcome:
+        """Check a leased slot's bytes; HIT, or DAMAGED, in which case the block is dropped. Takes as long as a hash."""
+        held = self._table.sealed(slot.record)
+        good = held.checksum == checksum(self.payload(slot, held.payload_bytes))
+        with self._lock:
+            self._unverified.discard(slot.record)
+            if not good:
+                self.counters.checksum_failures += 1
+                self._drop(self._spaces.get(namespace.stamp), [id], "damaged")
+        return Outcome.HIT if good else Outcome.DAMAGED
+
+    def checksum_of(self, slot: Slot) -> int:
+        """The checksum that was computed when the leased slot was sealed."""
+        return self._table.sealed(slot.record).checksum
+
+    def payload(self, slot: Slot, size_bytes: int) -> memoryview:
+        """The slot's bytes in the arena. Whole pages may be asked for: what follows the payload is zero."""
+        return self._arena.view[slot.offset : slot.offset + size_bytes]
+
+    # The common contract.
+
+    def put(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Outcome:
+        """See ``Tier.put``."""
+        (slot,) = self.reserve(namespace, [id], DAEMON)
+        if isinstance(slot, Outcome):
+            return slot
+        self.payload(slot, namespace.block_bytes)[:] = payload[: namespace.block_bytes]
+        return self.commit(namespace, [(id, slot, digest)])[0]
+
+    def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
+        """See ``Tier.get``."""
+        (slot,) = self.acquire(namespace, [id])
+        if slot is None:
+            self.counters.misses += 1
+            return Outcome.MISS
+        try:
+            if self.unverified(slot) and self.verify(namespace, id, slot) is Outcome.DAMAGED:
+                return Outcome.DAMAGED
+            into[: namespace.block_bytes] = self.payload(slot, namespace.block_bytes)
+            self.counters.hits += 1
+            self.counters.get_bytes += namespace.block_bytes
+            return Outcome.HIT
+        finally:
+            self.release([slot])
+
+    def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """See ``Tier.delete``. Bytes under a lease stay readable for its holder until it is released."""
+        with self._lock:
+            return self._drop(self._spaces.get(namespace.stamp), ids, "delete")
+
+    def drop(self, namespace: Namespace, reason: str = "flush") -> int:
+        """Free all blocks of this snapshot's epoch, in batches, letting others in between; how many there were."""
+        dropped = 0
+        while True:
+            with self._lock:
+                space = self._spaces.get(namespace.stamp)
+                ids = space.order.ids(BATCH) if space else []
+                dropped += self._drop(space, ids, reason)
+                if not ids:
+                    self._spaces.pop(namespace.stamp, None)
+                    return dropped
+
+    def status(self) -> TierStatus:
+        """See ``Tier.status``."""
+        with self._lock:
+            return TierStatus(
+                name=self.name,
+                mode="tmpfs",
+                capacity_bytes=self._arena.size_bytes,
+                used_bytes=self._table.used_bytes,
+                blocks=sum(len(space.order) for space in self._spaces.values()),
+                counters=self.counters,
+                last_error=self._arena.last_error,
+                details={
+                    "ready_bytes": self._arena.slabs_ready * self._arena.slab_bytes,
+                    "slab_bytes": self._arena.slab_bytes,
+                    "leased_blocks": len(self._leases),
+                    "reserved_blocks": len(self._writing),
+                    "orphaned_blocks": sum(map(len, self._orphans.values())),
+                    "doomed_blocks": len(self._doomed),
+                    "unverified_blocks": len(self._unverified),
+                    "adopted_blocks": self.adopted_blocks,
+                },
+            )
+
+    def check(self) -> None:
+        """See ``Tier.check``."""
+        with self._lock:
+            self._table.check()
+            listed = set()
+            for stamp, space in self._spaces.items():
+                assert stamp == space.namespace.stamp
+                for id, place in space.order.places():
+                    held = self._table.sealed(place * RECORD_BYTES)
+                    assert (held.block, held.namespace, held.epoch) == (id, space.namespace.id, space.namespace.epoch)
+                    listed.add(held.record)
+            states = {record: self._table.state(record) for record in self._table.occupied()}
+            sealed = {record for record, state in states.items() if state is State.SEALED}
+            assert sealed == listed | self._doomed and not listed & self._doomed, "sealed slots are not those listed"
+            assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
+            assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
+            assert min(self._leases.values(), default=1) > 0
+            assert self._unverified <= sealed
+
+    def leases(self) -> dict[int, int]:
+        """Leases held, by slot record: what the sessions' books must add up to."""
+        with self._lock:
+            return dict(self._leases)
+
+    def close(self) -> None:
+        """See ``Tier.close``."""
+        if not self._closed:
+            self._closed = True
+            self._table.close()
+            self._arena.close()
+
+    # Under the lock.
+
+    def _space(self, namespace: Namespace, block_bytes: int) -> Space:
+        space = self._spaces.get(namespace.stamp)
+        if space is None:
+            space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
+        return space
+
+    def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
+        """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
+        spared = 0
+        while self._table.free_slots(space.slot_bytes, self._arena.slabs_ready) < wanted:
+            oldest = [(entry, each) for each in self._spaces.values() if (entry := each.order.oldest())]
+            if not oldest or spared > len(self._leases) + 8:
+                return
+            (id, place, _), victim = min(oldest, key=lambda pair: pair[0][2])
+            record = place * RECORD_BYTES
+            if id in keep:
+                return
+            if victim.slot_bytes == space.slot_bytes and record not in self._leases:
+                self._drop(victim, [id], "capacity")
+            elif victim.slot_bytes == space.slot_bytes or not self._empty_slab(self._table.slab_of(record)):
+                victim.order.spare(id)
+                spared += 1
+
+    def _empty_slab(self, slab: int) -> bool:
+        """Evict a whole slab for another slot size, unless any of its slots is in use."""
+        records = self._table.slots_in_slab(slab)
+        if any(record in self._leases or record in self._writing for record in records):
+            return False
+        for record in records:
+            held = self._table.sealed(record)
+            space = next(s for s in self._spaces.values() if s.order.get(held.block) == record // RECORD_BYTES)
+            self._drop(space, [held.block], "capacity")
+        return True
+
+    def _drop(self, space: Space | None, ids: Sequence[bytes], reason: str) -> int:
+        if space is None:
+            return 0
+        gone = []
+        for id in ids:
+            place = space.order.discard(id)
+            if place is None:
+                continue
+            gone.append(id)
+            record = place * RECORD_BYTES
+            if record in self._leases:
+                self._doomed.add(record)
+            else:
+                self._free(record)
+        if gone:
+            self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(gone)
+            self.on_evict(space.namespace, gone, reason)
+        return len(gone)
+
+    def _free(self, record: int) -> None:
+        self._unverified.discard(record)
+        self._table.free(record)
