@@ -100,17 +100,21 @@ TYPES: dict[str, Any] = {
 """Each known ``section.key`` and its type."""
 
 
-def load_config(file: Path | None, flags: Mapping[str, str], environ: Mapping[str, str]) -> Config:
+def load_config(
+    file: Path | None = None, flags: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
     """Read all settings; ``flags`` are ``section.key`` to text. What is ``auto`` stays None: see ``resolve``.
 
+    Without ``environ`` this process's environment is read; without ``file``, the one that TERRACEKV_CONFIG names.
     ConfigError names the setting, where it was set, what is wrong and what would do.
     """
+    environ = os.environ if environ is None else environ
     if file is None and environ.get(f"{PREFIX}CONFIG"):
         file = Path(environ[f"{PREFIX}CONFIG"])
     values: dict[str, Any] = {}
     sources = dict.fromkeys(TYPES, "default")
     layers = [_from_file(file) if file else {}, _from_environment(environ)]
-    layers.append({key: (value, "flag --set") for key, value in flags.items()})
+    layers.append({key: (value, "flag --set") for key, value in (flags or {}).items()})
     for layer in layers:
         for key, (raw, source) in layer.items():
             values[key] = _value(key, raw, source)

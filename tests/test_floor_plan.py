@@ -1,0 +1,229 @@
+"""The floor plan: who may import whom, how large a thing may grow. Kept as data, so that a change is a visible diff."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {
+    "kernels": set[str](),
+    "tiers": {"kernels"},
+    "daemon": {"tiers"},
+    "connector": {"kernels", "tiers.block", "daemon.protocol"},
+}
+LIBRARIES = {
+    "aiohttp": {"daemon/http_door.py"},
+    "lmdb": {"tiers/catalog.py"},
+    "msgspec": {"daemon/config.py", "daemon/http_door.py", "daemon/protocol.py"},
+    "numpy": {"kernels/host.py"},
+    "prometheus_client": {"daemon/metrics.py"},
+    "rich": {"daemon/cli.py"},
+    "torch": {"connector/transformers.py"},
+    "transformers": {"connector/transformers.py"},
+    "typer": {"daemon/cli.py"},
+    "uvloop": {"daemon/__main__.py"},
+    "xxhash": {"tiers/checksum.py"},
+}
+"""The modules that may import a library. What is not named here may be imported nowhere."""
+BROAD_EXCEPT: dict[str, int] = {}
+"""How often a module may catch ``Exception``: once for the outermost frame of each kind of task that it runs."""
+READS_ENVIRONMENT = {"daemon/config.py"}
+ONLY_NAMES = {"tiers/errors.py"}
+"""Modules in which nothing is called, so their docstrings need not say by whom."""
+LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+FOLDERS = (*MAY_IMPORT, "tests", "bench")
+SHIPPED = sorted(p for room in MAY_IMPORT for p in (ROOT / room).rglob("*.py"))
+MODULES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
+TEXT = {
+    ".py",
+    ".md",
+    ".toml",
+    ".txt",
+    ".svg",
+    ".html",
+    ".css",
+    ".js",
+    ".cu",
+    ".h",
+    ".json",
+    ".yaml",
+    ".yml",
+    ".cfg",
+    "",
+}
+UNTRACKED = {"build", "dist", "__pycache__"}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports(path: Path) -> set[str]:
+    """All that the module imports, wherever in it the import stands."""
+    found = set[str]()
+    for node in ast.walk(tree(path)):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=str(module), names=names):
+                found |= {f"{module}.{alias.name}" for alias in names}
+    return found
+
+
+def texts() -> Iterator[Path]:
+    """Every text file of the tree, folders of tools left out."""
+    for path in sorted(ROOT.rglob("*")):
+        parts = path.relative_to(ROOT).parts
+        hidden = any(part.startswith(".") and part not in (".ci", ".gitignore") for part in parts)
+        if not hidden and not UNTRACKED & set(parts) and path.is_file() and path.suffix in TEXT:
+            if not any(part.endswith(".egg-info") for part in parts):
+                yield path
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=name)
+def test_imports_point_down(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    allowed = tuple(f"terracekv.{below}." for below in MAY_IMPORT[room] | {room})
+    for imported in imports(path):
+        if imported.startswith("terracekv"):
+            assert f"{imported}.".startswith(allowed), f"{path} imports {imported}"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=name)
+def test_a_library_has_one_module(path: Path) -> None:
+    for imported in imports(path):
+        library = imported.partition(".")[0]
+        if library != "terracekv" and library not in sys.stdlib_module_names:
+            assert name(path) in LIBRARIES.get(library, set()), f"{path} imports {imported}"
+
+
+def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {*project["dependencies"], *project["optional-dependencies"]["transformers"]}
+    assert {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted} == set(LIBRARIES)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_module_fits_in_the_head(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LINES_MAX
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_function_fits_on_a_screen(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=name)
+def test_docstring_says_what_the_module_owns_who_calls_it_and_what_it_imports(path: Path) -> None:
+    text = ast.get_docstring(tree(path)) or ""
+    assert text, "no docstring"
+    if path.name == "__init__.py":
+        return
+    assert re.search(r"\bimports?\b|\bstandard library\b", text, re.I), "what does it import?"
+    if name(path) not in ONLY_NAMES:
+        assert re.search(r"\bown(s|ed)?\b|\bpure\b", text, re.I), "what does it own?"
+        assert re.search(r"\b(call(s|ed)?|used|runs?|threads?|written by)\b", text, re.I), "who calls it?"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_every_module_has_a_docstring(path: Path) -> None:
+    assert ast.get_docstring(tree(path))
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_package_is_a_docstring_and_nothing_else(room: str) -> None:
+    body = tree(ROOT / room / "__init__.py").body
+    assert len(body) == 1 and isinstance(body[0], ast.Expr)
+    assert (ROOT / room / "py.typed").exists()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=name)
+def test_only_an_outermost_frame_catches_everything(path: Path) -> None:
+    broad = 0
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            if isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None:
+                continue  # tidies up and lets the error go on
+            caught = ast.unparse(node.type) if node.type else "BaseException"
+            broad += bool(re.search(r"\b(Base)?Exception\b", caught))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            broad += any(re.fullmatch(r"(Base)?Exception", ast.unparse(arg)) is not None for arg in node.args)
+    assert broad <= BROAD_EXCEPT.get(name(path), 0)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=name)
+def test_settings_are_read_in_one_place(path: Path) -> None:
+    if name(path) not in READS_ENVIRONMENT:
+        assert not re.search(r"\b(os\.(environb?|getenvb?)|from os import .*\b(environ|getenv))\b", path.read_text())
+
+
+@pytest.mark.fault(19)
+@pytest.mark.parametrize("path", SHIPPED, ids=name)
+def test_no_key_comes_from_the_seeded_builtin_hash(path: Path) -> None:
+    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call) and ast.unparse(n.func) in ("hash", "id")]
+    assert not [ast.unparse(call) for call in calls if ast.unparse(call.func) == "hash"]
+
+
+def test_every_package_is_shipped() -> None:
+    """`packages` in pyproject.toml is a list by hand: a forgotten one is absent from the wheel."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    shipped = set(config["tool"]["setuptools"]["packages"])
+    inits = {p.parent.relative_to(ROOT) for room in MAY_IMPORT for p in (ROOT / room).rglob("__init__.py")}
+    assert shipped == {"terracekv." + ".".join(p.parts) for p in inits}
+
+
+def test_no_module_can_be_imported_under_two_names() -> None:
+    """A block key of ``tiers.block`` and one of ``terracekv.tiers.block`` would be of two classes."""
+    assert not (ROOT / "conftest.py").exists()
+    assert not (ROOT / "__init__.py").exists()
+    assert not [p for folder in ("tests", "bench") for p in (ROOT / folder).rglob("__init__.py")]
+
+
+def test_nothing_speaks_of_one_machine() -> None:
+    local = re.compile(
+        "/wo" r"rk/|/tmp" r"/v/|/ro" r"ot/|pypi" r"\.org|pythonhosted" r"\.org|--(find-links|extra-index)"
+    )
+    for path in texts():
+        found = local.search(path.read_text(errors="replace"))
+        assert found is None, f"{name(path)}: {found[0]}"
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level names of what a fresh interpreter has loaded after ``code``."""
+    command = [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {module.partition(".")[0] for module in out.split()}
+
+
+def test_client_is_light() -> None:
+    """Importing the connector must not drag the daemon's dependencies into the engine."""
+    heavy = {"aiohttp", "asyncio", "boto3", "cupy", "lmdb", "numpy", "prometheus_client", "torch", "typer", "uvloop"}
+    assert not heavy & loaded_by("import terracekv.connector.client")
+
+
+@pytest.mark.fault(90)
+@pytest.mark.fault(95)
+def test_daemon_loads_no_torch() -> None:
+    names = [name(p)[:-3].replace("/", ".") for p in SHIPPED if p.parent.name in ("daemon", "tiers", "kernels")]
+    code = "import importlib\n" + "\n".join(f"importlib.import_module('terracekv.{n}')" for n in names)
+    assert not {"torch", "transformers", "cupy", "triton", "cuda"} & loaded_by(code)
+
+
+def test_command_line_is_light() -> None:
+    """``terracekv status`` is typed often: it starts without the daemon's libraries and without tables."""
+    heavy = {"aiohttp", "asyncio", "lmdb", "numpy", "prometheus_client", "rich", "torch", "uvloop"}
+    assert not heavy & loaded_by("import terracekv.daemon.cli")
