@@ -1,0 +1,66 @@
+# Each verb sets up what it needs in .venv with Python 3.11 or later and pip; a second call finds it there.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(CURDIR)/$(VENV)/bin
+# The folders under their one import name, tests and bench included, which no wheel ships.
+export PYTHONPATH := $(CURDIR)/.ns
+INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BENCHES = $(filter-out bench/demo.py bench/_%,$(sort $(wildcard bench/*.py)))
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo serve test e2e lint bench wheel constraints clean
+
+help:  ## say what there is
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp  ## one small model, first without and then with the store; a table of what it gains
+	$(BIN)/python -m terracekv.bench.demo $(ARGS)
+
+serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--set host.size=2GiB")
+	$(BIN)/terracekv serve $(ARGS)
+
+test: $(VENV)/dev.stamp  ## all tests that need no model (ARGS="-k arena")
+	$(BIN)/pytest --ignore=tests/e2e $(ARGS)
+
+e2e: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## the tests with a real engine and a small model; brings torch
+	$(BIN)/pytest tests/e2e $(ARGS)
+
+lint: $(VENV)/dev.stamp  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/dev.stamp  ## measure; one line of JSON for each figure
+	@for script in $(BENCHES); do $(BIN)/python -m terracekv.bench.$$(basename $$script .py) $(ARGS) || exit 1; done
+
+wheel: $(VENV)/run.stamp  ## build the wheel into dist/
+	rm -rf build dist *.egg-info
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+constraints: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## renew constraints.txt from the newest versions
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev]"
+	(sed '/^[^#]/d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==' | sed 's/+cpu$$//') > constraints.new
+	mv constraints.new constraints.txt
+
+clean:  ## remove what the other verbs made, .venv too
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .models
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/base.stamp:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) setuptools
+	touch $@
+
+$(VENV)/run.stamp: $(VENV)/base.stamp constraints.txt pyproject.toml
+	$(INSTALL) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(INSTALL) --no-build-isolation --editable ".[dev]"
+	touch $@
+
+$(VENV)/demo.stamp: $(VENV)/run.stamp
+	$(INSTALL) --no-build-isolation --editable ".[demo]"
+	touch $@
