@@ -1,0 +1,131 @@
+"""Namespaces: numbers that are never reused, epochs that stay raised, a file that is never half written."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from terracekv.tiers.errors import Damaged
+from terracekv.tiers.namespace import Namespace, Namespaces
+
+A, B = b"a" * 32, b"b" * 32
+
+
+def wanted(id: bytes, block_bytes: int = 4096) -> Namespace:
+    return Namespace(id, 99, 99, "m", layout=b"l" * 32, block_tokens=256, shards=1, block_bytes=block_bytes)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "namespaces.json"
+
+
+def test_number_and_epoch_are_ours_and_not_the_callers(path: Path) -> None:
+    made = Namespaces(path).register(wanted(A))
+    assert (made.number, made.epoch, made.model, made.block_bytes) == (1, 0, "m", 4096)
+
+
+def test_what_was_registered_stays_as_it_is(path: Path) -> None:
+    namespaces = Namespaces(path)
+    made = namespaces.register(wanted(A))
+    assert namespaces.register(wanted(A, block_bytes=8192)) == made
+    assert namespaces.get(A) == made and namespaces.get(B) is None
+
+
+@pytest.mark.fault(15)
+def test_an_epoch_once_raised_stays_raised_after_a_restart(path: Path) -> None:
+    namespaces = Namespaces(path)
+    before = namespaces.register(wanted(A))
+    raised = namespaces.raise_epoch(A)
+    again = Namespaces(path)
+    assert raised.epoch == 1 and again.get(A) == raised and again.identity == namespaces.identity
+    assert raised.stamp != before.stamp
+
+
+@pytest.mark.fault(15)
+def test_a_flush_of_one_namespace_leaves_the_others(path: Path) -> None:
+    namespaces = Namespaces(path)
+    namespaces.register(wanted(A))
+    other = namespaces.register(wanted(B))
+    namespaces.raise_epoch(A)
+    assert namespaces.get(B) == other
+
+
+def test_stamps_of_two_namespaces_differ_whatever_their_epochs(path: Path) -> None:
+    namespaces = Namespaces(path)
+    stamps = [namespaces.register(wanted(A)).stamp, namespaces.register(wanted(B)).stamp]
+    for _ in range(3):
+        stamps += [namespaces.raise_epoch(A).stamp, namespaces.raise_epoch(B).stamp]
+    assert len(set(stamps)) == len(stamps)
+
+
+def test_one_met_in_a_record_is_known_by_number_and_filled_in_later(path: Path) -> None:
+    namespaces = Namespaces(path)
+    met = namespaces.adopt(A, 5)
+    assert not met.registered and met.epoch == 5
+    filled = namespaces.register(wanted(A))
+    assert filled.registered and (filled.number, filled.epoch) == (met.number, 5)
+
+
+@pytest.mark.fault(15)
+def test_an_old_record_never_lowers_an_epoch(path: Path) -> None:
+    namespaces = Namespaces(path)
+    assert namespaces.adopt(A, 5).epoch == 5
+    assert namespaces.adopt(A, 3).epoch == 5
+    assert Namespaces(path).adopt(A, 7).epoch == 7
+    assert [n.epoch for n in Namespaces(path)] == [7]
+
+
+def test_a_lost_file_is_noticed_by_its_identity(path: Path) -> None:
+    first = Namespaces(path).identity
+    path.unlink()
+    assert Namespaces(path).identity != first
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 2}', b'{"format": 1, "identity": "x"}', b"\xff"])
+def test_a_file_that_cannot_be_read_is_named_and_left_alone(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match="namespaces.json") as caught:
+        Namespaces(path)
+    assert caught.value.hint
+    assert path.read_bytes() == content
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_what_could_not_be_made_durable_did_not_happen(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    namespaces = Namespaces(path)
+    before = namespaces.register(wanted(A))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(OSError):
+            namespaces.raise_epoch(A)
+        with pytest.raises(OSError):
+            namespaces.register(wanted(B))
+    assert namespaces.get(A) == before and namespaces.get(B) is None
+    assert [n.id for n in Namespaces(path)] == [A]
+    assert namespaces.raise_epoch(A).epoch == 1
+
+
+def test_numbers_are_unique_when_many_threads_register(path: Path) -> None:
+    namespaces = Namespaces(path)
+    ids = [bytes((n,)) * 32 for n in range(24)]
+
+    def register(part: list[bytes]) -> None:
+        for id in part:
+            namespaces.register(wanted(id))
+
+    threads = [threading.Thread(target=register, args=(ids[n::3],)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(n.number for n in namespaces) == list(range(1, 25))
+    assert {(n.id, n.number) for n in Namespaces(path)} == {(n.id, n.number) for n in namespaces}
+    assert json.loads(path.read_text())["format"] == 1
