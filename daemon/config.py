@@ -1,7 +1,7 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
 Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
-command line each call it once, before any thread starts. Imports msgspec and ``tiers.budget``.
+command line each call it once, before any thread starts. Imports msgspec, ``tiers.budget``, ``errors`` and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
 from terracekv.tiers.errors import ConfigError, NoRoom
+from terracekv.tiers.tier import PAGE
 
 Size = Annotated[int, Meta(ge=0, description="bytes")]
 SizeOrAuto = Annotated[int | None, Meta(description="bytes, None for auto")]
@@ -295,10 +296,8 @@ def _value(key: str, raw: Any, source: str) -> Any:
 
 
 def _nearest(key: str) -> str:
-    near = difflib.get_close_matches(key, TYPES, 1, 0.5)
-    if not near:
-        tail = key.rpartition(".")[2]
-        near = [known for known in TYPES if known.endswith(f".{tail}")][:1]
+    elsewhere = [known for known in TYPES if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = elsewhere or difflib.get_close_matches(key, TYPES, 1, 0.5)
     return f"did you mean {near[0]}?" if near else f"settings are {', '.join(TYPES)}"
 
 
@@ -332,6 +331,8 @@ def _check(config: Config) -> None:
         raise ConfigError("host.size is 0, and every block passes through host", "set host.size, or leave it auto")
     if config.host.slab == 0 or config.daemon.queue == 0:
         raise ConfigError("host.slab and daemon.queue cannot be 0", "set a size, or leave them auto")
+    if config.disk.segment == 0 or config.disk.segment % PAGE:
+        raise ConfigError(f"disk.segment is {config.disk.segment} bytes", f"set a positive multiple of {PAGE}")
     if config.disk.enabled and config.disk.size is not None:
         _check_disk(config.disk.size, config.disk.segment)
 
@@ -339,8 +340,6 @@ def _check(config: Config) -> None:
 def _check_disk(size: int, segment: int) -> None:
     if size == 0:
         raise ConfigError("disk.size is 0 while disk.enabled is true", "set disk.enabled to false for no disk tier")
-    if segment == 0 or segment % 4096:
-        raise ConfigError(f"disk.segment is {segment} bytes", "it must be a positive multiple of 4096")
     if size < SEGMENTS_MIN * segment:
         raise ConfigError(
             f"disk.size {show(size)} holds {size // segment} segments of disk.segment {show(segment)}, and "
