@@ -227,11 +227,15 @@ class HostTier:
         held = self._table.sealed(slot.record)
         good = held.checksum == checksum(self.payload(slot, held.payload_bytes))
         with self._lock:
-            self._unverified.discard(slot.record)
-            if not good:
-                self.counters.checksum_failures += 1
-                self._drop(self._spaces.get(namespace.stamp), [id], "damaged")
-        return Outcome.HIT if good else Outcome.DAMAGED
+            if good:
+                self._unverified.discard(slot.record)
+                return Outcome.HIT
+            # It stays unverified until it is freed: another reader may hold it and not have asked yet.
+            self.counters.checksum_failures += 1
+            space = self._spaces.get(namespace.stamp)
+            if space is not None and space.order.get(id) == slot.record // RECORD_BYTES:
+                self._drop(space, [id], "damaged")
+        return Outcome.DAMAGED
 
     def checksum_of(self, slot: Slot) -> int:
         """The checksum that was computed when the leased slot was sealed."""

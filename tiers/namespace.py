@@ -68,6 +68,11 @@ class Namespaces:
         """The present snapshot, or None when no such namespace was ever seen here."""
         return self._by_id.get(id)
 
+    def is_current(self, namespace: Namespace) -> bool:
+        """Whether a snapshot's epoch is still the present one."""
+        present = self._by_id.get(namespace.id)
+        return present is not None and present.stamp == namespace.stamp
+
     def register(self, wanted: Namespace) -> Namespace:
         """Make a namespace known, or fill in one known from its records only; ``number`` and ``epoch`` are ours."""
         assert wanted.registered

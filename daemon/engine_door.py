@@ -1,0 +1,388 @@
+"""The engine door: a Unix socket on which engines ask for blocks. Messages are those of ``protocol.py``.
+
+Owns the listening socket and one ``Connection`` for each engine. Runs on the event loop and never blocks it. Imports
+``protocol``, ``sessions``, ``store`` and ``tiers``.
+
+Every request is answered, in order except for those that wait (Acquire's Ready and Failed, Commit). A frame that
+cannot be read is answered by Error; one that is too long ends the connection, since what follows it is unknown.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from terracekv.daemon import protocol
+from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, PROBE, VERSION
+from terracekv.daemon.sessions import Session, Sessions, tenant_salt
+from terracekv.daemon.store import Store
+from terracekv.tiers.block import namespace_id
+from terracekv.tiers.errors import BadRequest, InUse, TerraceError
+from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable, slot_bytes_for
+from terracekv.tiers.tier import Outcome
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 1024
+HELLO_S = 5.0
+"""Time for a new connection to say who it is."""
+SHARDS_MAX = 4096
+DEADLINE_MS_MAX = 600_000
+NAME_MAX = 1024
+NAMESPACES_MAX = 4096
+
+
+class EngineDoor:
+    """Listens on ``path``; ``secret`` derives tenants' salts."""
+
+    def __init__(self, path: Path, *, store: Store, table: SlotTable, arena: Path, secret: bytes) -> None:
+        self.path = path
+        self.store = store
+        self.table = table
+        self.arena = arena
+        self.arena_bytes = store.host.status().capacity_bytes
+        self.sessions = Sessions(store)
+        self.secret = secret
+        self.connections: set[Connection] = set()
+        self.closing = False
+        self.errors = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def listen(self) -> None:
+        """Open the door. A socket that a dead daemon left is replaced; one that answers is InUse."""
+        take_over(self.path)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: Connection(self), str(self.path))
+        os.chmod(self.path, 0o600)
+
+    async def close(self, grace_s: float) -> None:
+        """Take no more work, give engines ``grace_s`` to finish writing, then end all sessions."""
+        self.closing = True
+        self._server.close()
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while asyncio.get_running_loop().time() < deadline and (
+            self._tasks or any(session.reservations for session in self.sessions.open.values())
+        ):
+            await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.end()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.path.unlink(missing_ok=True)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` beside the loop's other work, owned by the door."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def welcome(self, hello: protocol.Hello) -> protocol.Refused | Session:
+        """Judge a Hello: a started session, or what is wrong with it by the name of its field."""
+        wanted = self._judge(hello)
+        if isinstance(wanted, protocol.Refused):
+            return wanted
+        namespace = self.store.namespaces.get(wanted.id)
+        if namespace is None or not namespace.registered:
+            if sum(1 for _ in self.store.namespaces) >= NAMESPACES_MAX:
+                return protocol.Refused("model", f"{NAMESPACES_MAX} namespaces are known already")
+            namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
+        if namespace.shards != hello.shards:
+            return protocol.Refused(
+                "shards", f"this namespace has {namespace.shards} shards, the engine says {hello.shards}"
+            )
+        return self.sessions.start(self.table.next_session(), namespace, hello.shard, hello.pid, hello.engine[:128])
+
+    def _judge(self, hello: protocol.Hello) -> protocol.Refused | Namespace:
+        """The namespace that a Hello describes, or the first of its fields that cannot be meant."""
+        if hello.version != VERSION:
+            return protocol.Refused("version", f"this daemon speaks version {VERSION}, the engine {hello.version}")
+        if hello.probe != PROBE:
+            return protocol.Refused("probe", "engine and daemon compute different keys from the same tokens")
+        for name in ("model", "revision", "dtype"):
+            if len(getattr(hello, name)) > NAME_MAX:
+                return protocol.Refused(name, f"longer than {NAME_MAX} characters")
+        if not 0 < hello.block_tokens <= 1 << 20:
+            return protocol.Refused("block_tokens", f"{hello.block_tokens} is not between 1 and {1 << 20}")
+        problem = hello.layout.problem(hello.block_tokens)
+        if problem is not None:
+            return protocol.Refused(problem.partition(":")[0], problem)
+        if not 0 < hello.shards <= SHARDS_MAX:
+            return protocol.Refused("shards", f"{hello.shards} is not between 1 and {SHARDS_MAX}")
+        if hello.shard is not None and not 0 <= hello.shard < hello.shards:
+            return protocol.Refused("shard", f"{hello.shard} is not one of {hello.shards} shards")
+        block_bytes = hello.layout.block_bytes
+        if slot_bytes_for(block_bytes) > self.table.slab_bytes:
+            return protocol.Refused(
+                "layout",
+                f"a block of {block_bytes} bytes is larger than a slab of {self.table.slab_bytes}: use fewer"
+                " block_tokens, or a larger host.slab",
+            )
+        names = {"model": hello.model, "revision": hello.revision, "dtype": hello.dtype}
+        layout = hello.layout.digest()
+        salt = tenant_salt(self.secret, hello.credential)
+        return Namespace(
+            id=namespace_id(**names, layout=layout, block_tokens=hello.block_tokens, salt=salt),
+            number=0,
+            epoch=0,
+            **names,
+            layout=layout,
+            block_tokens=hello.block_tokens,
+            shards=hello.shards,
+            block_bytes=block_bytes,
+        )
+
+
+class Connection(asyncio.Protocol):
+    """One engine's connection, which is its session."""
+
+    def __init__(self, door: EngineDoor) -> None:
+        self._door = door
+        self._buffer = bytearray()
+        self._session: Session | None = None
+        self._transport: asyncio.Transport
+        self._hello_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._door.connections.add(self)
+        if len(self._door.connections) > CONNECTIONS_MAX:
+            self._send(protocol.Refused("connections", f"{CONNECTIONS_MAX} engines are connected already"))
+            transport.close()
+            return
+        self._hello_timer = asyncio.get_running_loop().call_later(HELLO_S, self._no_hello)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._door.connections.discard(self)
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        if self._session is not None:
+            self._door.sessions.close(self._session)
+
+    def end(self) -> None:
+        """Close from our side: the session's end."""
+        self._transport.close()
+
+    def pause_writing(self) -> None:
+        """The engine does not read its answers: take no more requests from it until it does."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(buffer, start)
+            if length > FRAME_BYTES_MAX:
+                self._fail(
+                    0, BadRequest(f"a frame of {length} bytes; the limit is {FRAME_BYTES_MAX}", "split the keys")
+                )
+                buffer.clear()
+                self._transport.close()
+                return
+            end = start + LENGTH.size + length
+            if len(buffer) < end:
+                break
+            self._frame(bytes(buffer[start + LENGTH.size : end]))
+            start = end
+            if self._transport.is_closing():
+                buffer.clear()
+                return
+        del buffer[:start]
+
+    def _frame(self, body: bytes) -> None:
+        id = 0
+        try:
+            request = protocol.request_decoder.decode(body)
+            id = getattr(request, "id", 0)
+            self._handle(request)
+        except (msgspec.MsgspecError, ValueError) as error:
+            self._fail(
+                id, BadRequest(f"the message cannot be read: {error}", f"speak version {VERSION} of the protocol")
+            )
+        except TerraceError as error:
+            self._fail(id, error)
+        except Exception as error:
+            log.exception("a request of an engine failed")
+            self._fail(id, TerraceError(f"the daemon failed on this request: {error}", "see its log"))
+
+    def _handle(self, request: protocol.Request) -> None:
+        session = self._session
+        if isinstance(request, protocol.Hello):
+            if self._hello_timer is None:
+                raise BadRequest("a second Hello", "open another connection for another session")
+            self._hello_timer.cancel()
+            self._hello_timer = None
+            self._door.spawn(self._hello(request))
+        elif session is None:
+            raise BadRequest(f"{type(request).__name__} before Hello", "say Hello first")
+        elif isinstance(request, protocol.Lookup):
+            self._lookup(session, request)
+        elif isinstance(request, protocol.Acquire):
+            self._acquire(session, request)
+        elif isinstance(request, protocol.Release):
+            self._door.sessions.release(session, request.lease)
+        elif isinstance(request, protocol.Reserve):
+            self._reserve(session, request)
+        elif isinstance(request, protocol.Commit):
+            self._door.spawn(self._commit(session, request))
+        elif isinstance(request, protocol.Abort):
+            self._door.sessions.abort(session, request.reservation)
+        else:
+            keys = protocol.split_keys(request.keys)
+            self._door.store.promoter.prefetch(self._door.sessions.current(session), session.ids_of(keys))
+
+    async def _hello(self, hello: protocol.Hello) -> None:
+        try:
+            answer = await self._door.welcome(hello)
+        except Exception as error:
+            log.exception("a Hello failed")
+            self._fail(0, TerraceError(f"the daemon failed on Hello: {error}", "see its log"))
+            self._transport.close()
+            return
+        if not isinstance(answer, Session):
+            log.warning("refused an engine: %s: %s", answer.field, answer.reason)
+            self._send(answer)
+            self._transport.close()
+            return
+        if self._transport.is_closing():
+            self._door.sessions.close(answer)
+            return
+        self._session = answer
+        table = self._door.table
+        self._send(
+            protocol.Welcome(
+                session=answer.number,
+                namespace_id=answer.namespace.id,
+                epoch=answer.namespace.epoch,
+                block_bytes=answer.namespace.block_bytes,
+                arena=str(self._door.arena),
+                arena_bytes=self._door.arena_bytes,
+                slots=str(table.path),
+                slots_bytes=table.size_bytes,
+                lock_byte=LOCK_BASE + answer.number,
+            )
+        )
+
+    def _lookup(self, session: Session, request: protocol.Lookup) -> None:
+        namespace = self._door.sessions.current(session)
+        found = self._door.store.lookup(namespace, protocol.split_keys(request.keys))
+        self._send(
+            protocol.Found(request.id, found.blocks, found.per_tier, found.first_miss, found.reason, found.load_ms)
+        )
+
+    def _acquire(self, session: Session, request: protocol.Acquire) -> None:
+        keys = distinct(request.keys)
+        per_key = session.namespace.shards if session.shard is None else 1
+        failed: set[int] = set()
+
+        def arrived(handle: int, index: int, result: Slot | Outcome) -> None:
+            key = index // per_key
+            if not isinstance(result, Slot):
+                if key not in failed:
+                    failed.add(key)
+                    self._send(protocol.Failed(handle, [key], result))
+            elif session.shard is not None:
+                self._send(protocol.Ready(handle, [key], [wire(result)]))
+            elif key not in failed and not any(key * per_key + n in lease.pending for n in range(per_key)):
+                self._send(protocol.Ready(handle, [key], []))
+
+        handle, lease = self._door.sessions.acquire(session, keys, arrived)
+        slots = [] if session.shard is None else [wire(lease.slots.get(index)) for index in range(len(lease.ids))]
+        blocks = (len(lease.slots) + len(lease.pending)) // per_key
+        pending = sorted({index // per_key for index in lease.pending})
+        self._send(protocol.Leased(request.id, handle, blocks, slots, pending))
+        if lease.pending:
+            seconds = min(max(request.deadline_ms, 0), DEADLINE_MS_MAX) / 1e3
+
+            def deadline() -> None:
+                late = self._door.sessions.give_up(lease)
+                if late and not lease.over:
+                    self._send(protocol.Failed(handle, sorted({index // per_key for index in late}), "deadline"))
+
+            asyncio.get_running_loop().call_later(seconds, deadline)
+
+    def _reserve(self, session: Session, request: protocol.Reserve) -> None:
+        if session.shard is None:
+            raise BadRequest("a session without a shard cannot write", "say Hello with the shard of the worker")
+        if self._door.closing:
+            raise BadRequest("the daemon is going down", "treat it as a refused store")
+        handle, results = self._door.sessions.reserve(session, distinct(request.keys))
+        outcomes = {index: result for index, result in enumerate(results) if isinstance(result, Outcome)}
+        self._send(
+            protocol.Reserved(
+                request.id,
+                handle,
+                [wire(result) if isinstance(result, Slot) else None for result in results],
+                [index for index, result in enumerate(results) if result is Outcome.PRESENT],
+                {
+                    index: r.value
+                    for index, r in enumerate(results)
+                    if isinstance(r, Outcome) and r is not Outcome.PRESENT
+                },
+            )
+        )
+
+    async def _commit(self, session: Session, request: protocol.Commit) -> None:
+        try:
+            stored, durable = await self._door.sessions.commit(
+                session, request.reservation, request.indices, request.durable
+            )
+            self._send(protocol.Committed(request.id, stored, durable))
+        except TerraceError as error:
+            self._fail(request.id, error)
+        except Exception as error:
+            log.exception("a commit failed")
+            self._fail(request.id, TerraceError(f"the daemon failed on this commit: {error}", "see its log"))
+
+    def _fail(self, id: int, error: TerraceError) -> None:
+        self._door.errors += 1
+        self._send(protocol.Error(id, error.kind, error.message, error.hint))
+
+    def _no_hello(self) -> None:
+        self._fail(0, BadRequest(f"no Hello within {HELLO_S} s", "say Hello first"))
+        self._transport.close()
+
+    def _send(self, answer: protocol.Answer) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(protocol.frame(answer))
+
+
+def wire(slot: Slot | None) -> protocol.Slot | None:
+    """A slot as it goes over the socket."""
+    return None if slot is None else protocol.Slot(slot.offset, slot.record, slot.generation)
+
+
+def distinct(keys: bytes) -> list[bytes]:
+    """Keys of a chain, apart; BadRequest when one comes twice, which no chain has."""
+    apart = protocol.split_keys(keys)
+    if len(set(apart)) != len(apart):
+        raise BadRequest("the same key twice in one request", "send each block of a chain once")
+    return apart
+
+
+def take_over(path: Path) -> None:
+    """Remove a socket that nobody listens on. InUse when somebody does, or when it is no socket."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise InUse(f"{path} exists and is not a socket", "move it away, or choose another daemon.runtime_dir")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.settimeout(1.0)
+                probe.connect(str(path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                path.unlink()
+                return
+        raise InUse(f"somebody listens on {path}", "stop that daemon, or choose another daemon.runtime_dir")

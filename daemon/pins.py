@@ -1,0 +1,77 @@
+"""Pins: leases that an operator holds on blocks for a while, so that they stay in host.
+
+Owns the pinned leases. Runs on the event loop. Imports ``tiers`` and ``promotion``.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from terracekv.daemon.promotion import Promoter
+from terracekv.tiers.host import HostTier
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slots import Slot, slot_bytes_for
+
+SHARE = 0.5
+"""At most this part of the arena may be pinned, or engines could store nothing."""
+
+
+class Pins:
+    """A pin ends by ``unpin``, by its time to live, or by a flush of its namespace."""
+
+    def __init__(self, *, host: HostTier, promoter: Promoter, namespaces: Namespaces, bytes_max: int) -> None:
+        self._host = host
+        self._promoter = promoter
+        self._namespaces = namespaces
+        self._held: dict[bytes, tuple[Namespace, Slot, float]] = {}
+        self.bytes_max = bytes_max
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def leases(self) -> list[Slot]:
+        """The slots held, for the books."""
+        return [slot for _, slot, _ in self._held.values()]
+
+    async def pin(self, namespace: Namespace, ids: Sequence[bytes], ttl_s: float) -> dict[str, int]:
+        """Hold ``ids``, from the first on, for ``ttl_s`` seconds: counts of pinned, renewed, and skipped by reason."""
+        size = slot_bytes_for(namespace.block_bytes)
+        until = time.monotonic() + ttl_s
+        counts: Counter[str] = Counter(pinned=0, renewed=0)
+        room = max(0, self.bytes_max - self.bytes) // size
+        wanted = [id for id in ids if id not in self._held]
+        counts["skipped_pin_limit"] += max(0, len(wanted) - room)
+        for id in ids:
+            if id in self._held:
+                self._held[id] = (*self._held[id][:2], until)
+                counts["renewed"] += 1
+        for id, result in zip(wanted, await self._promoter.gather(namespace, wanted[:room]), strict=False):
+            if not isinstance(result, Slot):
+                counts[f"skipped_{result}"] += 1
+            elif id in self._held or not self._namespaces.is_current(namespace):
+                self._host.release([result])
+            else:
+                self._held[id] = (namespace, result, until)
+                self.bytes += size
+                counts["pinned"] += 1
+        return dict(counts)
+
+    def unpin(self, ids: Sequence[bytes]) -> int:
+        """End pins; how many there were."""
+        return sum(self._end(id) for id in ids)
+
+    def expire(self) -> None:
+        """End pins whose time is over or whose namespace was flushed. Called every second or so."""
+        now = time.monotonic()
+        for id, (namespace, _, until) in list(self._held.items()):
+            if until < now or not self._namespaces.is_current(namespace):
+                self._end(id)
+
+    def _end(self, id: bytes) -> bool:
+        held = self._held.pop(id, None)
+        if held is None:
+            return False
+        self._host.release([held[1]])
+        self.bytes -= slot_bytes_for(held[0].block_bytes)
+        return True

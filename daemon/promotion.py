@@ -1,0 +1,204 @@
+"""Leases on blocks wherever they are: at once when they are in host, later when they must come up first.
+
+Owns the promotions under way (one a block, however many wait for it) and the first check of blocks that an earlier
+daemon left in host. Runs on the event loop; reads and hashes go through the mover. Imports ``tiers``, ``mover`` and
+``stats``.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from terracekv.daemon.mover import Meter, Mover
+from terracekv.daemon.stats import Stats
+from terracekv.tiers.checksum import checksum
+from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.host import DAEMON, HostTier
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slots import Slot, slot_bytes_for
+from terracekv.tiers.tier import Outcome
+
+ASSUMED_BYTES_PER_S = 1e9
+"""Read rate of the disk until the first read is measured."""
+
+Arrived = Callable[[int, Slot | Outcome], bool]
+"""Told ``(index, slot under a lease, or what went wrong)``; answers whether the lease is still wanted."""
+
+
+class Promoter:
+    """Hands out leases on the leading run of a chain."""
+
+    def __init__(
+        self, *, namespaces: Namespaces, host: HostTier, disk: DiskTier | None, mover: Mover, stats: Stats
+    ) -> None:
+        self._namespaces = namespaces
+        self._host = host
+        self._disk = disk
+        self._mover = mover
+        self._stats = stats
+        self._coming: dict[bytes, asyncio.Future[Outcome]] = {}
+        self.disk_read = Meter(ASSUMED_BYTES_PER_S)
+
+    @property
+    def coming(self) -> int:
+        """Blocks on their way up."""
+        return len(self._coming)
+
+    def acquire(
+        self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
+    ) -> tuple[list[Slot | None], list[int]]:
+        """Lease the leading run of ``ids``: slots that can be read now, and indices that are on their way.
+
+        ``arrived`` is called exactly once for each such index, always after this returned. Blocks behind the first
+        one that is nowhere are not leased: a prefix has no holes.
+        """
+        host = self._host
+        slots = host.acquire(namespace, ids)
+        absent = [index for index, slot in enumerate(slots) if slot is None]
+        below = self._leading_below(namespace, [ids[index] for index in absent])
+        end = absent[below] if below < len(absent) else len(ids)
+        host.release([slot for slot in slots[end:] if slot is not None])
+        slots[end:] = [None] * (len(ids) - end)
+        pending = absent[:below]
+        for index, coming in zip(pending, self._promote(namespace, [ids[index] for index in pending]), strict=True):
+            self._wait(namespace, ids[index], index, coming, arrived)
+        for index, slot in enumerate(slots):
+            if slot is not None and host.unverified(slot):
+                slots[index] = None
+                pending.append(index)
+                self._verify(namespace, ids[index], index, slot, arrived)
+        self._stats.loaded["host"] += sum(slot is not None for slot in slots)
+        return slots, sorted(pending)
+
+    async def gather(self, namespace: Namespace, ids: Sequence[bytes]) -> list[Slot | Outcome]:
+        """Lease the leading run of ``ids`` and wait until it is in host; MISS for what is nowhere.
+
+        Cancelled, it keeps no lease.
+        """
+        results: list[Slot | Outcome] = [Outcome.MISS] * len(ids)
+        waiting: set[int] = set()
+        done = asyncio.Event()
+        wanted = True
+
+        def arrived(index: int, result: Slot | Outcome) -> bool:
+            if wanted:
+                results[index] = result
+            waiting.discard(index)
+            if not waiting:
+                done.set()
+            return wanted
+
+        slots, pending = self.acquire(namespace, ids, arrived)
+        waiting.update(pending)
+        for index, slot in enumerate(slots):
+            results[index] = slot or results[index]
+        try:
+            if waiting:
+                await done.wait()
+        except asyncio.CancelledError:
+            wanted = False
+            self._host.release([result for result in results if isinstance(result, Slot)])
+            raise
+        return results
+
+    def prefetch(self, namespace: Namespace, ids: Sequence[bytes]) -> tuple[int, int]:
+        """Bring the leading run up without keeping it: blocks in host already, blocks on their way."""
+        slots, pending = self.acquire(namespace, ids, lambda index, result: False)
+        held = [slot for slot in slots if slot is not None]
+        self._host.release(held)
+        return len(held), len(pending)
+
+    def _leading_below(self, namespace: Namespace, ids: list[bytes]) -> int:
+        """How many leading ``ids`` are on their way or can be brought up."""
+        position = 0
+        while position < len(ids):
+            if ids[position] in self._coming:
+                position += 1
+                continue
+            found = self._disk.leading(namespace, ids[position:]) if self._disk else 0
+            if not found:
+                break
+            position += found
+        return position
+
+    def _promote(self, namespace: Namespace, ids: list[bytes]) -> "list[asyncio.Future[Outcome]]":
+        """Start to bring blocks up, those that are not coming already; STORED or PRESENT when they are in host."""
+        fresh = [id for id in dict.fromkeys(ids) if id not in self._coming]
+        reserved = dict(zip(fresh, self._host.reserve(namespace, fresh, DAEMON), strict=True)) if fresh else {}
+        for id, slot in reserved.items():
+            self._coming[id] = asyncio.get_running_loop().create_future()
+            if isinstance(slot, Slot):
+                self._read(namespace, id, slot)
+        futures = [self._coming[id] for id in ids]
+        for id, slot in reserved.items():
+            if isinstance(slot, Outcome):
+                self._settle(id, slot)
+        return futures
+
+    def _read(self, namespace: Namespace, id: bytes, slot: Slot) -> None:
+        disk, host = self._disk, self._host
+        assert disk is not None
+
+        def read() -> tuple[Outcome, int]:
+            with self.disk_read as meter:
+                outcome = disk.get(namespace, id, host.payload(slot, slot_bytes_for(namespace.block_bytes)))
+                if outcome is Outcome.HIT:
+                    meter.moved(namespace.block_bytes)
+            return outcome, checksum(host.payload(slot, namespace.block_bytes))
+
+        def came(future: "asyncio.Future[tuple[Outcome, int]]") -> None:
+            failed = future.cancelled() or future.exception() is not None
+            outcome, digest = (Outcome.FAILED, 0) if failed else future.result()
+            if outcome is not Outcome.HIT or not self._namespaces.is_current(namespace):
+                host.abort([slot])
+                self._settle(id, Outcome.STALE if outcome is Outcome.HIT else outcome)
+                return
+            (outcome,) = host.commit(namespace, [(id, slot, digest)])
+            self._stats.promoted += 1
+            # Held until all who wait have had their turn, or a reserve in between could evict the block again.
+            held = [leased for leased in host.acquire(namespace, [id]) if leased is not None]
+            self._settle(id, outcome)
+            asyncio.get_running_loop().call_soon(host.release, held)
+
+        self._mover.load(read).add_done_callback(came)
+
+    def _settle(self, id: bytes, outcome: Outcome) -> None:
+        if outcome not in (Outcome.STORED, Outcome.PRESENT):
+            self._stats.promotions_failed += 1
+        self._coming.pop(id).set_result(outcome)
+
+    def _wait(
+        self, namespace: Namespace, id: bytes, index: int, coming: "asyncio.Future[Outcome]", arrived: Arrived
+    ) -> None:
+        def came(future: "asyncio.Future[Outcome]") -> None:
+            outcome = future.result()
+            if outcome not in (Outcome.STORED, Outcome.PRESENT):
+                arrived(index, outcome)
+                return
+            (slot,) = self._host.acquire(namespace, [id])
+            if slot is None:
+                arrived(index, Outcome.MISS)
+                return
+            self._stats.loaded["disk"] += 1
+            if not arrived(index, slot):
+                self._host.release([slot])
+
+        coming.add_done_callback(came)
+
+    def _verify(self, namespace: Namespace, id: bytes, index: int, slot: Slot, arrived: Arrived) -> None:
+        """Check adopted bytes before they are believed; wrong ones are replaced from below where that has them."""
+
+        def checked(future: "asyncio.Future[Outcome]") -> None:
+            failed = future.cancelled() or future.exception() is not None
+            outcome = Outcome.FAILED if failed else future.result()
+            if outcome is Outcome.HIT and self._namespaces.is_current(namespace):
+                self._stats.loaded["host"] += 1
+                if not arrived(index, slot):
+                    self._host.release([slot])
+                return
+            self._host.release([slot])
+            if outcome is Outcome.DAMAGED and self._leading_below(namespace, [id]):
+                self._wait(namespace, id, index, self._promote(namespace, [id])[0], arrived)
+            else:
+                arrived(index, outcome)
+
+        self._mover.load(lambda: self._host.verify(namespace, id, slot)).add_done_callback(checked)
