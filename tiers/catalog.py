@@ -1,0 +1,398 @@
+"""The catalog: block id -> place on disk, in LMDB. The only ``import lmdb``.
+
+Owns one LMDB environment. It *is* the index: nothing of it is kept in Python, so memory does not grow with blocks.
+All of it is derived from segments and can be thrown away, hence no syncing at commit: a commit survives the death of
+the process, and ``sync`` is for the death of the machine. ``leading`` and ``get`` are called on the event loop and in
+worker threads, changes come from worker threads. Imports ``checksum``, ``errors``,
+``failpoint``, ``gate`` and ``tier``.
+
+The map (LMDB's limit on its file) grows in steps. LMDB forbids that under live transactions, so a gate lets in
+either any number of transactions or one growth.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TypeVar, cast
+
+import lmdb
+
+from terracekv.tiers.checksum import checksum
+from terracekv.tiers.errors import Damaged, Fenced, TierDown, TierFull
+from terracekv.tiers.failpoint import failpoint
+from terracekv.tiers.gate import Gate
+from terracekv.tiers.tier import PAGE
+
+MAP_STEP_BYTES = 1 << 20
+_READERS_MAX = 256
+_HEADROOM_PAGES = 64
+"""Pages that a change may need besides those of its records: copies of branches, the list of free pages."""
+
+_ENTRY = struct.Struct("<QIIQQQHH")
+_CHECK = struct.Struct("<I")
+_PLACE = struct.Struct("<II")
+_STAMP_AT = slice(0, 8)
+_PLACE_AT = slice(8, 16)
+_STAMP = struct.Struct("<Q")
+_NUMBER = struct.Struct(">I")
+_PAGES = struct.Struct("<I")
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """Where a block is. Sizes in bytes, ``page`` in pages from the segment's start."""
+
+    stamp: int
+    segment: int
+    page: int
+    payload_bytes: int
+    stored_bytes: int
+    checksum: int
+    codec: int = 0
+    flags: int = 0
+
+    @property
+    def end_page(self) -> int:
+        """The page after the record."""
+        return self.page + 1 + -(-self.stored_bytes // PAGE)
+
+
+Place = tuple[bytes, int, int]
+"""A block id with the segment and page where it was seen."""
+
+
+class Catalog:
+    """The open catalog of one folder, whose single owner the caller is. Methods raise TierDown when LMDB fails or the
+    catalog is closed, TierFull when it may not grow, Fenced in a forked child."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        map_bytes: int = MAP_STEP_BYTES,
+        step_bytes: int = MAP_STEP_BYTES,
+        may_grow: Callable[[int], bool] = lambda map_bytes: True,
+    ) -> None:
+        """Open or create. ``may_grow(map_bytes)`` is asked before each growth, with no transaction open.
+
+        Raises Damaged when what is there is not a whole catalog: ``discard`` it then.
+        """
+        folder.mkdir(exist_ok=True)
+        self._data = folder / "data.mdb"
+        self.created = not self._data.exists() or not self._data.stat().st_size
+        """Whether there was no catalog."""
+        self._step_bytes = step_bytes
+        self._may_grow = may_grow
+        self._gate = Gate()
+        self._pid = os.getpid()
+        self._open = False
+        try:
+            self._environment = lmdb.open(
+                str(folder),
+                map_size=map_bytes,
+                max_dbs=4,
+                max_readers=_READERS_MAX,
+                max_spare_txns=16,
+                sync=False,
+                metasync=False,
+                writemap=False,
+                readahead=False,
+            )
+        except lmdb.Error as error:
+            raise Damaged(f"the catalog {folder} cannot be opened: {error}", "it is rebuilt from segments") from error
+        try:
+            self._adopt(map_bytes)
+        except (lmdb.Error, Damaged) as error:
+            self._environment.close()
+            raise Damaged(f"the catalog {folder} cannot be read: {error}", "it is rebuilt from segments") from error
+        self._open = True
+
+    @staticmethod
+    def discard(folder: Path) -> None:
+        """Throw away the catalog of a folder that is not open."""
+        for name in ("data.mdb", "lock.mdb"):
+            (folder / name).unlink(missing_ok=True)
+
+    @property
+    def next_map_bytes(self) -> int:
+        """The map's size after one more growth."""
+        step = self._step_bytes
+        return self.map_bytes + max(step, self.map_bytes // 4 // step * step)
+
+    def leading(self, stamp: int, ids: Sequence[bytes]) -> int:
+        """How many of ``ids``, from the first on, have an entry with this stamp."""
+        head = _STAMP.pack(stamp)
+        found = 0
+        with self._reading() as transaction:
+            for value in map(cast(Callable[[bytes], bytes | None], transaction.get), ids):
+                if value is None or not value.startswith(head):
+                    break
+                found += 1
+        return found
+
+    def get(self, id: bytes) -> Entry | None:
+        """The entry of a block, of whatever stamp. Raises Damaged when its bytes contradict their check."""
+        with self._reading() as transaction:
+            value = transaction.get(id)
+        if value is None:
+            return None
+        entry = _unpack(id, value)
+        if entry is None:
+            raise Damaged(f"the catalog's entry of block {id.hex()} is wrong", "the block is forgotten")
+        return entry
+
+    def publish(self, records: Sequence[tuple[bytes, Entry]]) -> list[bool]:
+        """Make written records findable, all in one transaction; False where the block is there already."""
+
+        def change(transaction: lmdb.Transaction) -> list[bool]:
+            done = []
+            for id, entry in records:
+                old = transaction.get(id)
+                fresh = old is None or old[_STAMP_AT] != _STAMP.pack(entry.stamp)
+                done.append(fresh)
+                if fresh:
+                    transaction.put(id, _pack(id, entry))
+            self._raise_ends(transaction, (entry for _, entry in records))
+            return done
+
+        return self._write(change, len(records))
+
+    def move(self, moves: Sequence[tuple[bytes, Entry, Entry]]) -> list[bool]:
+        """Replace old entries by new ones, each only while the block is still at its old place."""
+
+        def change(transaction: lmdb.Transaction) -> list[bool]:
+            done = []
+            for id, old, new in moves:
+                value = transaction.get(id)
+                same = value is not None and value[_PLACE_AT] == _PLACE.pack(old.segment, old.page)
+                done.append(same)
+                if same:
+                    transaction.put(id, _pack(id, new))
+            self._raise_ends(transaction, (new for _, _, new in moves))
+            return done
+
+        return self._write(change, len(moves), spend_reserve=True)
+
+    def forget(self, places: Sequence[Place]) -> int:
+        """Remove entries, each only while the block is still at that place; the number removed."""
+
+        def change(transaction: lmdb.Transaction) -> int:
+            gone = 0
+            for id, segment, page in places:
+                value = transaction.get(id)
+                if value is not None and value[_PLACE_AT] == _PLACE.pack(segment, page):
+                    transaction.delete(id)
+                    gone += 1
+            return gone
+
+        return self._write(change, len(places), spend_reserve=True)
+
+    def forget_unsound(self, id: bytes) -> int:
+        """Remove an entry while its bytes contradict its check; the number removed."""
+
+        def change(transaction: lmdb.Transaction) -> int:
+            value = transaction.get(id)
+            return int(value is not None and _unpack(id, value) is None and transaction.delete(id))
+
+        return self._write(change, 1, spend_reserve=True)
+
+    def delete(self, stamp: int, ids: Sequence[bytes]) -> int:
+        """Remove entries wherever they point; the number that bore ``stamp``."""
+        head = _STAMP.pack(stamp)
+
+        def change(transaction: lmdb.Transaction) -> int:
+            gone = 0
+            for id in ids:
+                value = transaction.pop(id)
+                gone += value is not None and value[_STAMP_AT] == head
+            return gone
+
+        return self._write(change, len(ids), spend_reserve=True)
+
+    def entries(self, after: bytes = b"", limit: int = 4096) -> list[tuple[bytes, Entry | None]]:
+        """The next ``limit`` entries in the order of ids; None stands for one that contradicts its check.
+
+        Each call is a transaction of its own, so a long walk keeps no page of the catalog from being reused.
+        """
+        rows: list[tuple[bytes, Entry | None]] = []
+        with self._reading() as transaction:
+            cursor = transaction.cursor()
+            if not cursor.set_range(after + b"\0" if after else b"\0"):
+                return rows
+            for key, value in cursor:
+                id = bytes(key)
+                rows.append((id, _unpack(id, value)))
+                if len(rows) == limit:
+                    break
+        return rows
+
+    def walk(self, batch: int = 4096) -> Iterator[list[tuple[bytes, Entry | None]]]:
+        """All entries in batches; what is published meanwhile may or may not be among them."""
+        after = b""
+        while rows := self.entries(after, batch):
+            yield rows
+            after = rows[-1][0]
+
+    def segments(self) -> dict[int, int]:
+        """Segments that hold entries, in order, with the page after their last published record."""
+        with self._reading() as transaction:
+            cursor = transaction.cursor(self._segments)
+            return {_NUMBER.unpack(key)[0]: _PAGES.unpack(value)[0] for key, value in cursor}
+
+    def set_segments(self, ends: Mapping[int, int]) -> None:
+        """Note segments with the page after their last record."""
+
+        def change(transaction: lmdb.Transaction) -> None:
+            for number, end_page in ends.items():
+                transaction.put(_NUMBER.pack(number), _PAGES.pack(end_page), db=self._segments)
+
+        self._write(change, len(ends))
+
+    def drop_segment(self, number: int) -> None:
+        """Forget a segment from which all entries are gone."""
+
+        def change(transaction: lmdb.Transaction) -> bool:
+            return transaction.delete(_NUMBER.pack(number), db=self._segments)
+
+        self._write(change, 1, spend_reserve=True)
+
+    def count(self) -> int:
+        """Entries, of all stamps."""
+        with self._reading() as transaction:
+            return int(transaction.stat(self._blocks)["entries"])
+
+    def used_bytes(self) -> int:
+        """Bytes of the file that hold data or are free for reuse; at most ``map_bytes``."""
+        with self._inside():
+            return (int(self._environment.info()["last_pgno"]) + 1) * self._page_bytes
+
+    def sync(self) -> None:
+        """Bring everything committed to the medium, for power loss."""
+        with self._inside(), _lmdb_errors():
+            self._environment.sync(True)
+
+    def close(self) -> None:
+        """Wait for transactions under way, then close. Idempotent."""
+        if not self._open or os.getpid() != self._pid:
+            return
+        with self._gate.alone():
+            if self._open:
+                self._open = False
+                self._environment.close()
+
+    def _adopt(self, map_bytes: int) -> None:
+        """Check that every page is in the file, before any is touched; take the map size that the content needs."""
+        info = self._environment.info()
+        self._page_bytes = int(self._environment.stat()["psize"])
+        used = (int(info["last_pgno"]) + 1) * self._page_bytes
+        size = self._data.stat().st_size
+        if size < used:
+            # Reading a page that the file lacks would be SIGBUS.
+            raise Damaged(f"its file has {size} bytes, its last page ends at {used}")
+        step = self._step_bytes
+        self.map_bytes = max(map_bytes, -(-used // step) * step)
+        self._environment.set_mapsize(self.map_bytes)
+        # A hole up to the map's end takes no room and makes the comparison above exact at the next start.
+        os.truncate(self._data, self.map_bytes)
+        self._blocks = self._environment.open_db(b"blocks")
+        self._segments = self._environment.open_db(b"segments")
+        self._environment.reader_check()
+
+    def _raise_ends(self, transaction: lmdb.Transaction, entries: Iterable[Entry]) -> None:
+        """Note how far segments are filled: appending resumes there after a crash."""
+        ends: dict[int, int] = {}
+        for entry in entries:
+            ends[entry.segment] = max(ends.get(entry.segment, 0), entry.end_page)
+        for number, end_page in ends.items():
+            key = _NUMBER.pack(number)
+            old = transaction.get(key, db=self._segments)
+            if old is None or _PAGES.unpack(old)[0] < end_page:
+                transaction.put(key, _PAGES.pack(end_page), db=self._segments)
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise Fenced("this catalog belongs to the process that opened it", "open tiers after forking, or spawn")
+        self._gate.enter()
+        try:
+            if not self._open:
+                raise TierDown("the catalog is closed")
+            yield
+        finally:
+            self._gate.leave()
+
+    @contextmanager
+    def _reading(self) -> Iterator[lmdb.Transaction]:
+        with self._inside(), _lmdb_errors(), self._environment.begin(db=self._blocks) as transaction:
+            yield transaction
+
+    def _write(self, change: Callable[[lmdb.Transaction], T], records: int, spend_reserve: bool = False) -> T:
+        """Do ``change`` in one transaction, growing the map first or again as needed; it may run more than once.
+
+        Changes that remove entries are what makes room: they may grow the map without asking (``spend_reserve``),
+        so that a full catalog can always be emptied.
+        """
+        full = False
+        while True:
+            with self._inside(), _lmdb_errors():
+                seen = self.map_bytes
+                left = seen // self._page_bytes - int(self._environment.info()["last_pgno"]) - 1
+                if not full and left >= _HEADROOM_PAGES + records // 8:
+                    try:
+                        return self._commit(change)
+                    except lmdb.MapFullError:
+                        full = True
+            if self._grow(seen, spend_reserve):
+                full = False
+                continue
+            # Past the last page there is no room, but pages freed inside may still do.
+            with self._inside(), _lmdb_errors():
+                try:
+                    return self._commit(change)
+                except lmdb.MapFullError:
+                    pass
+            raise TierFull("disk", records * PAGE, 0, "the catalog may not grow; raise the disk tier's capacity")
+
+    def _commit(self, change: Callable[[lmdb.Transaction], T]) -> T:
+        with self._environment.begin(write=True, db=self._blocks) as transaction:
+            result = change(transaction)
+            failpoint("catalog.commit")
+        return result
+
+    def _grow(self, seen_bytes: int, unasked: bool) -> bool:
+        """Whether the map is larger than ``seen_bytes`` now."""
+        with self._gate.alone():
+            if self.map_bytes == seen_bytes and self._open:
+                wanted = self.next_map_bytes
+                if not (self._may_grow(wanted) or unasked):
+                    return False
+                self._environment.set_mapsize(wanted)
+                os.truncate(self._data, wanted)
+                self.map_bytes = wanted
+            return True
+
+
+@contextmanager
+def _lmdb_errors() -> Iterator[None]:
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise
+    except lmdb.Error as error:
+        raise TierDown(f"the catalog failed: {error}", "restart; if it persists, remove the catalog folder") from error
+
+
+def _pack(id: bytes, entry: Entry) -> bytes:
+    value = _ENTRY.pack(*entry)
+    return value + _CHECK.pack(checksum(id + value) & 0xFFFFFFFF)
+
+
+def _unpack(id: bytes, value: bytes | memoryview) -> Entry | None:
+    if len(value) != _ENTRY.size + _CHECK.size:
+        return None
+    if _CHECK.unpack_from(value, _ENTRY.size)[0] != checksum(id + bytes(value[: _ENTRY.size])) & 0xFFFFFFFF:
+        return None
+    return Entry(*_ENTRY.unpack_from(value))

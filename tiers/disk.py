@@ -1,0 +1,384 @@
+"""The disk tier: a log of segments, with the catalog as its index.
+
+Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file. Called by the daemon's worker threads;
+``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``checksum``, ``errors``, ``failpoint``,
+``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and ``upkeep``.
+
+A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
+there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
+is being reused. When the active segment is full the next one becomes active and the oldest is evicted, its blocks that
+were hit since being appended anew; so bytes on disk stay below the capacity by construction:
+
+    segment files with their overhead + the catalog's map after its next growth + small files <= capacity
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from terracekv.tiers import upkeep
+from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog, Entry, Place
+from terracekv.tiers.checksum import checksum as checksum_of
+from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
+from terracekv.tiers.failpoint import failpoint
+from terracekv.tiers.folder import NAMES, OwnedFolder
+from terracekv.tiers.ledger import Ledger
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.rolling import Roller
+from terracekv.tiers.segment import Record, SegmentFiles, pages_of
+from terracekv.tiers.shelf import OVERHEAD_BYTES, SEGMENTS_MIN, Segment, Shelf
+from terracekv.tiers.tier import PAGE, Outcome, TierStatus
+
+SMALL_BYTES = 256 << 10
+"""Folders, lock files, LMDB's table of readers and the state file, with room to spare."""
+FREE_FLOOR_BYTES = 1 << 30
+_UNREACHABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+_LOOKS = 3
+"""Times a get looks a block up again that moved between the lookup and the read."""
+
+log = logging.getLogger(__name__)
+
+
+def least_capacity_bytes(segment_bytes: int, catalog_bytes: int = MAP_STEP_BYTES) -> int:
+    """The smallest capacity with which a disk tier of such segments can work."""
+    return SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES) + catalog_bytes + MAP_STEP_BYTES + SMALL_BYTES
+
+
+class DiskTier:
+    """Keeps ``terracekv.tiers.tier.Tier``. Sizes in bytes."""
+
+    name = "disk"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        capacity_bytes: int,
+        segment_bytes: int = 256 << 20,
+        direct: str = "auto",
+        namespaces: Namespaces,
+        free_floor_bytes: int = FREE_FLOOR_BYTES,
+    ) -> None:
+        """Open a folder, or create it. ``namespaces`` is the daemon's.
+
+        Returns without reading segments. When the catalog could not be trusted ``rebuilding`` is true, and
+        ``rebuild`` should be called in a worker thread; the tier serves meanwhile.
+        Raises InUse, ConfigError, and OSError when the folder cannot be used at all.
+        """
+        least = least_capacity_bytes(segment_bytes)
+        if segment_bytes < SEGMENTS_MIN * PAGE or segment_bytes % PAGE or capacity_bytes < least:
+            raise ConfigError(
+                f"a disk tier of {capacity_bytes} bytes cannot have segments of {segment_bytes} bytes",
+                f"a segment is a multiple of {PAGE} bytes, and {least} bytes are the least for such segments",
+            )
+        self.folder = folder
+        self.capacity_bytes = capacity_bytes
+        self._ledger = Ledger(self.name)
+        self._namespaces = namespaces
+        self._closed = False
+        self._owned = OwnedFolder(folder)
+        try:
+            self._open(segment_bytes, direct, free_floor_bytes)
+        except BaseException:
+            self._owned.release()
+            raise
+
+    def _open(self, segment_bytes: int, direct: str, free_floor_bytes: int) -> None:
+        files = SegmentFiles(self.folder / "segments", direct)
+        self._catalog, whole = self._open_catalog(segment_bytes)
+        try:
+            self._files = files
+            self._shelf = Shelf(
+                files,
+                segment_bytes=segment_bytes,
+                limit_bytes=self._segments_limit,
+                free_floor_bytes=free_floor_bytes,
+                ends=self._catalog.segments() if whole else None,
+            )
+            self._roller = Roller(files, self._shelf, self._catalog, self._namespaces, self._ledger)
+            self._warn_of_foreign_files()
+            gone = self._shelf.shrink() + self._shelf.lost
+            self._rebuild = upkeep.Rebuild(self._catalog, self._shelf, self._namespaces, scan=not whole, gone=gone)
+            if not self.rebuilding:
+                self._owned.opened(self._namespaces.identity)
+        except BaseException:
+            self._catalog.close()
+            raise
+
+    def _open_catalog(self, segment_bytes: int) -> tuple[Catalog, bool]:
+        """The catalog, and whether it lists what the segments hold; if not, it is empty.
+
+        While it is not whole no state vouches for it, so a crash before the rebuild ends leads to another rebuild.
+        """
+        path = self.folder / "catalog"
+        if self._owned.trusted(self._namespaces.identity):
+            try:
+                catalog = Catalog(path, may_grow=self._may_grow)
+            except Damaged as damage:
+                log.warning("%s", damage)
+            else:
+                room = self.capacity_bytes - SMALL_BYTES - catalog.next_map_bytes
+                if not catalog.created and room >= SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES):
+                    return catalog, True
+                catalog.close()
+        self._owned.distrust()
+        Catalog.discard(path)
+        return Catalog(path, may_grow=self._may_grow), False
+
+    @property
+    def rebuilding(self) -> bool:
+        """Whether blocks on disk are not listed yet, or listed though their segment is gone; ``rebuild`` ends that."""
+        return self._rebuild.due
+
+    def rebuild(self) -> int:
+        """Read what the segments hold into the catalog, newest first; the number of blocks that came back.
+
+        For one worker thread, beside any other call. Does nothing when the catalog is whole.
+        """
+        if not self.rebuilding:
+            return 0
+        try:
+            blocks = self._rebuild.run()
+            if not self.rebuilding:
+                self._owned.opened(self._namespaces.identity)
+            return blocks
+        except (OSError, TierDown) as error:
+            self._ledger.failed(error)
+            return 0
+
+    def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """See ``Tier.leading``. Microseconds per id; no segment is touched."""
+        try:
+            return self._catalog.leading(namespace.stamp, ids)
+        except TierDown as error:
+            self._ledger.failed(error)
+            return 0
+
+    def put(self, namespace: Namespace, id: bytes, payload: memoryview, checksum: int) -> Outcome:
+        """See ``Tier.put``. A page-aligned payload of whole pages is written from where it lies."""
+        known = self._namespaces.get(namespace.id)
+        if known is None or known.stamp != namespace.stamp:
+            return Outcome.STALE
+        try:
+            if self._listed(namespace.stamp, id):
+                return Outcome.PRESENT
+            return self._append(namespace, id, payload, checksum)
+        except (OSError, TierDown) as error:
+            self._ledger.failed(error)
+            return Outcome.FAILED
+        except TierFull as full:
+            self._ledger.last_error = full.message
+            return Outcome.FULL
+
+    def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
+        """See ``Tier.get``. A page-aligned ``into`` of whole pages is read into directly."""
+        try:
+            outcome = self._read(namespace, id, into)
+        except (OSError, TierDown) as error:
+            self._ledger.failed(error)
+            return Outcome.FAILED
+        except TierFull as full:
+            self._ledger.last_error = full.message
+            return Outcome.FAILED
+        self._ledger.got(outcome, namespace.block_bytes)
+        return outcome
+
+    def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """See ``Tier.delete``. A later rebuild of the catalog may list deleted blocks again, as any that were put."""
+        try:
+            gone = self._catalog.delete(namespace.stamp, ids)
+        except (TierDown, TierFull) as error:
+            self._ledger.failed(error)
+            return 0
+        self._ledger.left("delete", gone)
+        return gone
+
+    def reclaim(self, namespace: Namespace) -> int:
+        """After a flush: drop the entries of older epochs, in small batches; the number dropped. For a worker thread.
+
+        Their bytes are reused as their segments are evicted.
+        """
+        try:
+            gone = upkeep.drop_stale(self._catalog, namespace)
+        except (TierDown, TierFull) as error:
+            self._ledger.failed(error)
+            return 0
+        self._ledger.left("flush", gone)
+        return gone
+
+    def status(self) -> TierStatus:
+        """See ``Tier.status``."""
+        try:
+            blocks, catalog_bytes = self._catalog.count(), self._catalog.used_bytes()
+        except TierDown:
+            blocks = catalog_bytes = 0
+        return TierStatus(
+            name=self.name,
+            mode=self._files.mode,
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self._shelf.bytes + catalog_bytes,
+            blocks=blocks,
+            counters=self._ledger.counters(),
+            last_error=self._ledger.last_error,
+            details={
+                **self._shelf.counts(),
+                "segment_bytes": self._shelf.segment_bytes,
+                "catalog_bytes": catalog_bytes,
+                "catalog_map_bytes": self._catalog.map_bytes,
+                "rebuilding": int(self.rebuilding),
+                "rebuilt_segments": self._rebuild.segments_done,
+                "rebuilt_blocks": self._rebuild.blocks,
+            },
+        )
+
+    def sync(self) -> None:
+        """Make everything put so far survive a loss of power. OSError or TierDown when the medium cannot."""
+        self._shelf.sync()
+        self._catalog.sync()
+
+    def check(self) -> None:
+        """See ``Tier.check``: every entry names a record of its segment, every file is counted, all is within the cap.
+
+        Reads a header per block.
+        """
+        self._shelf.check()
+        assert SMALL_BYTES + self._shelf.cost + self._catalog.map_bytes <= self.capacity_bytes
+        if not self.rebuilding:
+            upkeep.check_entries(self._catalog, self._shelf)
+
+    def close(self) -> None:
+        """See ``Tier.close``: syncs, so that the next start trusts the catalog even after a restart of the machine."""
+        if self._closed:
+            return
+        self._closed = True
+        self._rebuild.stop()
+        try:
+            self.sync()
+            self._catalog.close()
+            if self.rebuilding:
+                self._owned.distrust()
+            else:
+                self._owned.closed(self._namespaces.identity)
+        except (OSError, TierDown) as error:
+            self._ledger.failed(error)
+        finally:
+            self._catalog.close()
+            self._owned.release()
+
+    def _listed(self, stamp: int, id: bytes) -> bool:
+        """Whether the block is there; what stands in the way of putting it again is cleaned up."""
+        try:
+            entry = self._catalog.get(id)
+        except Damaged as damage:
+            self._quarantine(id, None, damage.message)
+            return False
+        if entry is None or entry.stamp != stamp:
+            return False
+        if self._shelf.has(entry.segment):
+            return True
+        self._catalog.forget([(id, entry.segment, entry.page)])
+        return False
+
+    def _append(self, namespace: Namespace, id: bytes, payload: memoryview, checksum: int) -> Outcome:
+        size = namespace.block_bytes
+        pages = 1 + pages_of(size)
+        room = self._roller.room(pages)
+        if room is None:
+            return Outcome.FULL
+        segment, page = room
+        used = False
+        try:
+            record = Record(
+                id, namespace.id, namespace.epoch, size, size, checksum, segment.number, time.time_ns() // 1_000_000
+            )
+            try:
+                self._files.write(record, page, payload)
+            except OSError as error:
+                if error.errno in _UNREACHABLE:
+                    self._unreachable(segment, error)
+                raise
+            entry = Entry(namespace.stamp, segment.number, page, size, size, checksum)
+            failpoint("disk.publish")
+            used = self._catalog.publish([(id, entry)])[0]
+            failpoint("disk.published")
+        finally:
+            self._shelf.done(segment, page, pages, used)
+        if not used:
+            return Outcome.PRESENT
+        self._ledger.put(size)
+        return Outcome.STORED
+
+    def _read(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
+        for _ in range(_LOOKS):
+            try:
+                entry = self._catalog.get(id)
+            except Damaged as damage:
+                return self._quarantine(id, None, damage.message)
+            if entry is None or entry.stamp != namespace.stamp:
+                return Outcome.MISS
+            segment = self._shelf.pin(entry.segment)
+            if segment is not None:
+                return self._read_pinned(namespace, id, entry, segment, into)
+            # Moved or evicted since the lookup; if it still names that place, the segment is gone for good.
+            self._catalog.forget([(id, entry.segment, entry.page)])
+        return Outcome.MISS
+
+    def _read_pinned(
+        self, namespace: Namespace, id: bytes, entry: Entry, segment: Segment, into: memoryview
+    ) -> Outcome:
+        size = namespace.block_bytes
+        hit = None
+        try:
+            record = None
+            if entry.stored_bytes == size:
+                record = self._files.read(segment.number, entry.page, size, into)
+            if (
+                record is not None
+                and (record.id, record.namespace_id, record.epoch) == (id, namespace.id, namespace.epoch)
+                and (record.generation, record.codec) == (segment.number, entry.codec)
+                and (record.payload_bytes, record.stored_bytes) == (size, size)
+                and record.checksum == entry.checksum == checksum_of(into[:size])
+            ):
+                hit = entry.page
+                return Outcome.HIT
+        except OSError as error:
+            if error.errno not in _UNREACHABLE:
+                raise
+            self._unreachable(segment, error)
+            self._catalog.forget([(id, entry.segment, entry.page)])
+            return Outcome.MISS
+        finally:
+            self._shelf.unpin(segment, hit)
+        where = f"segment {entry.segment}, page {entry.page}"
+        return self._quarantine(id, (id, entry.segment, entry.page), f"block {id.hex()} at {where} is damaged")
+
+    def _quarantine(self, id: bytes, place: Place | None, why: str) -> Outcome:
+        """Forget a damaged block, unless a good one has been published in its stead meanwhile."""
+        self._ledger.damaged(why)
+        gone = self._catalog.forget([place]) if place else self._catalog.forget_unsound(id)
+        self._ledger.left("damaged", gone)
+        return Outcome.DAMAGED
+
+    def _unreachable(self, segment: Segment, error: OSError) -> None:
+        """A segment's file is gone, with all it held, or not ours to open: nothing more goes there."""
+        self._ledger.failed(error)
+        if error.errno != errno.ENOENT:
+            self._shelf.seal(segment)
+            return
+        if self._shelf.lose(segment):
+            self._ledger.left("damaged", upkeep.forget_segments(self._catalog, {segment.number}))
+
+    def _segments_limit(self) -> int:
+        """What segment files may take: the catalog can grow once more without asking anyone."""
+        return self.capacity_bytes - SMALL_BYTES - self._catalog.next_map_bytes
+
+    def _may_grow(self, map_bytes: int) -> bool:
+        return SMALL_BYTES + self._shelf.cost + map_bytes <= self.capacity_bytes
+
+    def _warn_of_foreign_files(self) -> None:
+        known = NAMES | {"catalog", "segments"}
+        foreign = sorted(item.name for item in self.folder.iterdir() if item.name not in known) + self._shelf.foreign
+        if foreign:
+            log.warning("%s holds files that are not ours, left alone: %s", self.folder, ", ".join(foreign))

@@ -1,0 +1,88 @@
+"""A folder with one owner, who remembers how it was left.
+
+Owns ``owner.lock`` (flocked for as long as the owner lives) and ``state.json`` of the folder. Used by a tier when it
+opens and closes. Imports ``errors``.
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from terracekv.tiers.errors import InUse
+
+FORMAT = 1
+NAMES = frozenset(("owner.lock", "state.json", "state.new"))
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Differs after each start of the machine; empty when the system does not tell."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+class OwnedFolder:
+    """The right to a folder. The lock is on the inode, so another path or a bind mount leads to the same lock."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InUse while another process, or another object of this one, owns the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._file)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise InUse(
+                f"{folder} is in use by another daemon (process {owner})",
+                "stop that daemon, or give this one a folder of its own",
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+
+    def trusted(self, identity: str) -> bool:
+        """Whether derived data in the folder is as its owner left it, for namespaces of this ``identity``.
+
+        After a crash of the process the kernel still has every write. After a crash of the machine only what was
+        synced is there, and only a clean close syncs.
+        """
+        try:
+            state = json.loads((self.folder / "state.json").read_bytes())
+            same_boot = bool(boot_id()) and state["boot"] == boot_id()
+            return bool(
+                state["format"] == FORMAT and state["identity"] == identity and (state["clean"] is True or same_boot)
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def opened(self, identity: str) -> None:
+        """From here on only this boot of the machine can vouch for the derived data."""
+        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": False})
+
+    def closed(self, identity: str) -> None:
+        """Everything is synced and nothing more will be written."""
+        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": True})
+
+    def distrust(self) -> None:
+        """The derived data is damaged: the next owner rebuilds it."""
+        (self.folder / "state.json").unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Let another owner in. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, state: dict[str, str | int | bool]) -> None:
+        fresh = self.folder / "state.new"
+        with open(fresh, "w") as file:
+            json.dump(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, self.folder / "state.json")
