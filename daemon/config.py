@@ -13,6 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -99,6 +100,14 @@ TYPES: dict[str, Any] = {
     for field in msgspec.structs.fields(struct)
 }
 """Each known ``section.key`` and its type."""
+
+
+def version() -> str:
+    """Of the installed package; a checkout that is only on the path has none."""
+    try:
+        return metadata.version("terracekv")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
 
 
 def load_config(
