@@ -325,13 +325,9 @@ class Connection(asyncio.Protocol):
             protocol.Reserved(
                 request.id,
                 handle,
-                [wire(result) if isinstance(result, Slot) else None for result in results],
-                [index for index, result in enumerate(results) if result is Outcome.PRESENT],
-                {
-                    index: r.value
-                    for index, r in enumerate(results)
-                    if isinstance(r, Outcome) and r is not Outcome.PRESENT
-                },
+                slots=[wire(result) if isinstance(result, Slot) else None for result in results],
+                present=[index for index, outcome in outcomes.items() if outcome is Outcome.PRESENT],
+                refused={index: outcome for index, outcome in outcomes.items() if outcome is not Outcome.PRESENT},
             )
         )
 

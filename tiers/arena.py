@@ -96,11 +96,15 @@ class Arena:
                     return
             self.slabs_ready += 1
 
+    def stop(self) -> None:
+        """Make ``prepare``, in whatever thread it runs, return soon."""
+        self._stopping.set()
+
     def close(self) -> None:
         """Stop preparing and let go of the folder; the file stays for the next daemon. Idempotent."""
         if self._lock_fd < 0:
             return
-        self._stopping.set()
+        self.stop()
         os.close(self._fd)
         os.close(self._lock_fd)
         self._lock_fd = -1

@@ -1,0 +1,91 @@
+"""The engine's side of the arena: maps what Welcome names, and says whether a slot is still what it was.
+
+Owns the mappings and, while a session lasts, the lock that tells the daemon that this process may still write. Used by
+``client.py`` under its lock; the prefault runs in a thread of its own. Imports ``kernels.pages`` and
+``daemon.protocol``.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import struct
+import threading
+
+from terracekv.daemon.protocol import Slot, Welcome
+from terracekv.kernels.pages import populate
+
+PREFAULT_BYTES = 32 << 20
+_GENERATION = struct.Struct("<Q")
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class Arena:
+    """Mappings of one arena. Kept across sessions as long as the daemon goes on with the same files."""
+
+    def __init__(self, welcome: Welcome) -> None:
+        self._files = contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            self._arena_fd = os.open(welcome.arena, os.O_RDWR | os.O_CLOEXEC)
+            undo.callback(os.close, self._arena_fd)
+            self._slots_fd = os.open(welcome.slots, os.O_RDONLY | os.O_CLOEXEC)
+            undo.callback(os.close, self._slots_fd)
+            self._arena = mmap.mmap(self._arena_fd, welcome.arena_bytes)
+            self._slots = mmap.mmap(self._slots_fd, welcome.slots_bytes, prot=mmap.PROT_READ)
+            self._files = undo.pop_all()
+        self.view = memoryview(self._arena)
+        self._welcome = welcome
+        self._locked: int | None = None
+        self._stop = threading.Event()
+        self._prefault = threading.Thread(target=self._populate, name="terracekv-prefault", daemon=True)
+        self._prefault.start()
+
+    def serves(self, welcome: Welcome) -> bool:
+        """Whether these mappings are those that another Welcome names: the same files, not just the same paths."""
+        for fd, path in ((self._arena_fd, welcome.arena), (self._slots_fd, welcome.slots)):
+            try:
+                if not os.path.samestat(os.fstat(fd), os.stat(path)):
+                    return False
+            except OSError:
+                return False
+        return len(self.view) == welcome.arena_bytes and len(self._slots) == welcome.slots_bytes
+
+    def lock(self, byte: int) -> None:
+        """From here on the daemon reuses no slot that this session was given to write, even if it thinks it gone."""
+        self.unlock()
+        fcntl.fcntl(self._slots_fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
+        self._locked = byte
+
+    def unlock(self) -> None:
+        """This process writes no more for the session. Idempotent."""
+        if self._locked is not None:
+            fcntl.fcntl(self._slots_fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._locked, 1, 0))
+            self._locked = None
+
+    def payload(self, slot: Slot, size_bytes: int) -> memoryview:
+        """The slot's bytes."""
+        return self.view[slot.offset : slot.offset + size_bytes]
+
+    def is_current(self, slot: Slot) -> bool:
+        """Whether the slot still holds what it was leased for. Asked *after* a copy: only then do its bytes count."""
+        return bool(_GENERATION.unpack_from(self._slots, slot.record)[0] == slot.generation)
+
+    def close(self) -> None:
+        """Unmap. Nobody copies any more."""
+        self._stop.set()
+        self._prefault.join()
+        self.unlock()
+        self._slots.close()
+        with contextlib.suppress(BufferError):  # an engine may have kept a view; the mapping goes with it
+            self.view.release()
+            self._arena.close()
+        self._files.close()
+
+    def _populate(self) -> None:
+        for offset in range(0, len(self.view), PREFAULT_BYTES):
+            if self._stop.is_set():
+                return
+            with contextlib.suppress(OSError):  # not allocated yet: those pages come with the first copy
+                with self.view[offset : offset + PREFAULT_BYTES] as part:
+                    if not populate(part):
+                        return

@@ -1,0 +1,333 @@
+"""The client: an engine's session with the daemon. Synchronous, for any thread of the engine.
+
+Owns the session, the mappings of the arena and the thread that re-joins a daemon that went away. Imports
+``connector.arena``, ``connector.connection``, ``daemon.protocol`` and ``tiers.block``; loads no asyncio.
+
+Any trouble is a miss. A call costs at most its deadline; after one failure calls answer at once, without asking,
+until the joiner has a session again. With ``strict`` trouble raises ``Trouble`` instead.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from terracekv.connector.arena import Arena
+from terracekv.connector.connection import JOIN_S, Connection, Trouble, after
+from terracekv.daemon import protocol
+from terracekv.daemon.protocol import PROBE, VERSION, Found, Layout, Welcome
+from terracekv.tiers.block import block_keys
+
+log = logging.getLogger(__name__)
+
+RETRY_S = (0.05, 1.0)
+"""First and longest pause between attempts to join."""
+IN_FLIGHT = 64
+"""Commits sent ahead of their answers: more would only fill the socket."""
+
+Copy = Callable[[int, memoryview], None]
+"""Copies block ``index`` between the engine and a payload in the arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """``blocks`` leading blocks are good; ``why`` the next one is not (None when all are)."""
+
+    blocks: int
+    why: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Blocks stored now, present already, refused; ``durable`` of the stored ones are on disk (if that was asked)."""
+
+    stored: int = 0
+    present: int = 0
+    refused: int = 0
+    durable: int = 0
+    why: str | None = None
+
+
+class Client:
+    """``socket`` is the daemon's ``engine.sock``. ``shard`` is None for a scheduler, which only looks up.
+
+    Budgets are milliseconds: a lookup waits for the daemon at most ``lookup_budget_ms``, a load or store at most its
+    deadline. The first attempt to join is made here; if it fails, joining goes on in the background.
+    """
+
+    def __init__(
+        self,
+        socket: str | Path,
+        *,
+        model: str,
+        revision: str,
+        dtype: str,
+        block_tokens: int,
+        layout: Layout,
+        shards: int = 1,
+        shard: int | None = 0,
+        credential: bytes = b"",
+        engine: str = "",
+        strict: bool = False,
+        lookup_budget_ms: int = 20,
+        load_deadline_ms: int = 10_000,
+        store_deadline_ms: int = 10_000,
+    ) -> None:
+        self.path = str(socket)
+        self.block_tokens = block_tokens
+        self.strict = strict
+        self.lookup_budget_ms = lookup_budget_ms
+        self.load_deadline_ms = load_deadline_ms
+        self.store_deadline_ms = store_deadline_ms
+        self.troubles = 0
+        self.last_trouble: str | None = None
+        self._hello = protocol.Hello(
+            VERSION, PROBE, model, revision, dtype, block_tokens, layout, shards, shard, os.getpid(), credential, engine
+        )
+        self._lock = threading.Lock()
+        self._joining = threading.Lock()
+        self._session: Connection | None = None
+        self._welcome: Welcome | None = None
+        self._arena: Arena | None = None
+        self._joiner: threading.Thread | None = None
+        self._closing = threading.Event()
+        self._forget_after_fork()
+        try:
+            self._join()
+        except (OSError, Trouble) as error:
+            self._trouble(error)
+            if strict:
+                raise
+            self._join_later()
+
+    @property
+    def joined(self) -> bool:
+        """Whether there is a session now."""
+        return self._session is not None and self._pid == os.getpid()
+
+    @property
+    def namespace_id(self) -> bytes | None:
+        """Known once a daemon was joined, and the same from every daemon with the same secret."""
+        return self._welcome.namespace_id if self._welcome else None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one shard of a block."""
+        return self._hello.layout.block_bytes
+
+    def keys(
+        self, tokens: Sequence[int], extras: Mapping[int, Sequence[tuple[int, bytes]]] | None = None
+    ) -> list[bytes]:
+        """Keys of the full blocks of ``tokens``; none as long as no daemon was ever joined."""
+        namespace = self.namespace_id
+        return block_keys(namespace, tokens, self.block_tokens, extras) if namespace else []
+
+    def lookup(self, keys: Sequence[bytes]) -> Found:
+        """How many leading blocks the daemon has, and from which tier."""
+        deadline = after(self.lookup_budget_ms)
+        try:
+            with _Turn(self, deadline) as session:
+                answer = session.ask(
+                    lambda id: protocol.Lookup(id, b"".join(keys), self.lookup_budget_ms), Found, deadline
+                )
+                return answer
+        except (OSError, Trouble) as error:
+            why = self._trouble(error)
+            return Found(0, 0, {}, 0, why, 0.0)
+
+    def load(self, keys: Sequence[bytes], scatter: Copy) -> Loaded:
+        """Copy the leading run of blocks out of the arena, each as soon as it is there.
+
+        ``scatter`` may be given bytes that turn out to be stale: only blocks below ``Loaded.blocks`` count.
+        """
+        deadline = after(self.load_deadline_ms)
+        good = 0
+        try:
+            with _Turn(self, deadline) as session:
+                arena = self._mapped()
+                leased = session.ask(
+                    lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms), protocol.Leased, deadline
+                )
+                try:
+                    slots = dict(enumerate(leased.slots))
+                    for index in range(len(keys)):
+                        why, slot = None, slots[index]
+                        if slot is None and index in leased.pending:
+                            why = session.wait_for(leased.lease, index, slots, deadline)
+                            slot = slots[index]
+                        if slot is None:
+                            return Loaded(good, why or "absent")
+                        with arena.payload(slot, self.block_bytes) as payload:
+                            scatter(index, payload)
+                        if not arena.is_current(slot):
+                            raise Trouble("fenced", "the slot changed during the copy")
+                        good += 1
+                finally:
+                    session.tell(protocol.Release(leased.lease), deadline)
+            return Loaded(good, None)
+        except (OSError, Trouble) as error:
+            return Loaded(good, self._trouble(error))
+
+    def store(self, keys: Sequence[bytes], gather: Copy, durable: bool = False) -> Stored:
+        """Copy blocks into the arena and make them findable. ``keys`` is the whole chain, from its first block.
+
+        ``gather`` is called only for blocks that are not present. Commits are sent ahead: the daemon checks one block
+        while the next is copied. With ``durable``, returns when they are on disk.
+        """
+        deadline = after(self.store_deadline_ms)
+        try:
+            with _Turn(self, deadline) as session:
+                reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
+                stored: list[int] = []
+                on_disk: list[int] = []
+                try:
+                    self._fill(session, reserved, gather, durable, deadline, stored, on_disk)
+                except BaseException:
+                    session.tell(protocol.Abort(reserved.reservation), deadline)
+                    raise
+                present, refused = len(reserved.present), len(reserved.refused)
+                why = next(iter(reserved.refused.values()), None)
+                return Stored(len(stored), present, refused, len(on_disk), why)
+        except (OSError, Trouble) as error:
+            return Stored(why=self._trouble(error))
+
+    def close(self) -> None:
+        """End the session and the joining. Idempotent."""
+        self._closing.set()
+        if self._joiner is not None:
+            self._joiner.join()
+        with self._lock:
+            self._leave()
+            if self._arena is not None:
+                self._arena.close()
+                self._arena = None
+
+    def _fill(
+        self,
+        session: Connection,
+        reserved: protocol.Reserved,
+        gather: Copy,
+        durable: bool,
+        deadline: float,
+        stored: list[int],
+        on_disk: list[int],
+    ) -> None:
+        arena = self._mapped()
+        asked: list[int] = []
+
+        def settle(left: int) -> None:
+            while len(asked) > left:
+                answer = session.answer_to(asked.pop(0), protocol.Committed, deadline)
+                stored.extend(answer.stored)
+                on_disk.extend(answer.durable)
+
+        for index, slot in enumerate(reserved.slots):
+            if slot is None:
+                continue
+            with arena.payload(slot, self.block_bytes) as payload:
+                gather(index, payload)
+            asked.append(
+                session.send(
+                    lambda id, index=index: protocol.Commit(id, reserved.reservation, [index], durable),  # type: ignore[misc]
+                    deadline,
+                )
+            )
+            settle(IN_FLIGHT)
+        settle(0)
+
+    def _mapped(self) -> Arena:
+        assert self._arena is not None
+        return self._arena
+
+    def _join(self) -> None:
+        """Connect, say Hello, map the arena. OSError or Trouble when that does not work; then nothing has changed."""
+        connection = Connection(self.path)
+        try:
+            welcome = connection.hello(self._hello, after(JOIN_S * 1e3))
+            with self._lock:
+                if self._arena is None or not self._arena.serves(welcome):
+                    fresh = Arena(welcome)
+                    if self._arena is not None:
+                        self._arena.close()
+                    self._arena = fresh
+                self._arena.lock(welcome.lock_byte)
+                self._welcome = welcome
+                self._session = connection
+        except BaseException:
+            connection.close()
+            raise
+
+    def _join_later(self) -> None:
+        with self._joining:
+            if self._closing.is_set() or (self._joiner is not None and self._joiner.is_alive()):
+                return
+            log.warning("no daemon at %s (%s): everything is a miss until it is back", self.path, self.last_trouble)
+            self._joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
+            self._joiner.start()
+
+    def _keep_joining(self) -> None:
+        pause, longest = RETRY_S
+        while not self._closing.wait(pause):
+            try:
+                self._join()
+                log.info("joined the daemon at %s", self.path)
+                return
+            except (OSError, Trouble, ValueError) as error:
+                self.last_trouble = str(error)
+            pause = min(pause * 2, longest)
+
+    def _leave(self) -> None:
+        """Under the lock: this process copies nothing for the session any more."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self._arena is not None:
+            self._arena.unlock()
+
+    def _trouble(self, error: Exception) -> str:
+        why = (
+            error.why if isinstance(error, Trouble) else "deadline" if isinstance(error, TimeoutError) else "no_daemon"
+        )
+        self.troubles += 1
+        self.last_trouble = str(error) or why
+        if self.strict:
+            raise error
+        return why
+
+    def _forget_after_fork(self) -> None:
+        """A forked child shares the parent's socket and must not speak on it: it starts without a session."""
+        self._pid = os.getpid()
+        self._session = None
+        self._joiner = None
+
+
+class _Turn:
+    """One request at a time has the session; a failure that leaves it out of step ends it and starts the joiner."""
+
+    def __init__(self, client: Client, deadline: float) -> None:
+        self._client = client
+        self._deadline = deadline
+
+    def __enter__(self) -> Connection:
+        client = self._client
+        if not client._lock.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
+            raise Trouble("deadline", "another request holds the session")
+        if client._pid != os.getpid():
+            client._forget_after_fork()
+        if client._session is None:
+            client._lock.release()
+            client._join_later()  # normally under way already
+            raise Trouble("no_daemon", client.last_trouble or "not joined")
+        return client._session
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        client = self._client
+        in_step = error is None or (isinstance(error, Trouble) and error.why == "refused")
+        if not in_step:
+            client._leave()
+        client._lock.release()
+        if not in_step and not client._closing.is_set():
+            client._join_later()

@@ -1,0 +1,123 @@
+"""One connection to the daemon's engine door: the socket and its frames.
+
+Owns the socket. Used by ``client.py`` under its lock, never by two threads at once. Imports ``daemon.protocol``.
+Deadlines are points in ``time.monotonic()``; one that has passed raises TimeoutError.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from terracekv.daemon import protocol
+from terracekv.daemon.protocol import LENGTH, Found, Welcome
+
+JOIN_S = 1.0
+"""Time for a daemon to answer Hello."""
+
+Kind = TypeVar("Kind", Found, protocol.Leased, protocol.Reserved, protocol.Committed)
+
+
+class Trouble(Exception):
+    """The daemon did not do what was asked, or did not answer. ``why`` is short and stable."""
+
+    def __init__(self, why: str, message: str = "") -> None:
+        super().__init__(f"{why}: {message}" if message else why)
+        self.why = why
+
+
+class Connection:
+    """The socket and its frames. Not thread-safe; any exception leaves it out of step, to be closed."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._buffer = bytearray()
+        self._next = 0
+        self._early: dict[int, protocol.Answer] = {}
+        try:
+            self._socket.settimeout(JOIN_S)
+            self._socket.connect(path)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def hello(self, hello: protocol.Hello, deadline: float) -> Welcome:
+        """Open the session."""
+        self.tell(hello, deadline)
+        answer = self._read(deadline)
+        if isinstance(answer, protocol.Refused):
+            raise Trouble("refused", f"{answer.field}: {answer.reason}")
+        if not isinstance(answer, Welcome):
+            raise Trouble("protocol", f"{type(answer).__name__} in answer to Hello")
+        return answer
+
+    def ask(self, make: Callable[[int], protocol.Request], kind: type[Kind], deadline: float) -> Kind:
+        """Send a request and wait for its answer. Trouble("refused") when the answer is an Error."""
+        return self.answer_to(self.send(make, deadline), kind, deadline)
+
+    def send(self, make: Callable[[int], protocol.Request], deadline: float) -> int:
+        """Send a request; its id, to wait for later."""
+        self._next += 1
+        self.tell(make(self._next), deadline)
+        return self._next
+
+    def tell(self, message: protocol.Request, deadline: float) -> None:
+        """Send what is not answered."""
+        self._socket.settimeout(left(deadline))
+        self._socket.sendall(protocol.frame(message))
+
+    def answer_to(self, id: int, kind: type[Kind], deadline: float) -> Kind:
+        """The answer to an earlier request; answers come in any order."""
+        while True:
+            answer = self._early.pop(id, None) or self._read(deadline)
+            if isinstance(answer, protocol.Error) and answer.id in (id, 0):
+                raise Trouble("refused", f"{answer.message} ({answer.hint})")
+            if isinstance(answer, kind) and answer.id == id:
+                return answer
+            if isinstance(answer, (Found, protocol.Leased, protocol.Reserved, protocol.Committed, protocol.Error)):
+                self._early[answer.id] = answer
+
+    def wait_for(self, lease: int, index: int, slots: dict[int, protocol.Slot | None], deadline: float) -> str | None:
+        """Read until block ``index`` of the lease is in ``slots``; why it will not be, when it will not."""
+        while slots[index] is None:
+            answer = self._read(deadline)
+            if isinstance(answer, protocol.Ready) and answer.lease == lease:
+                slots.update(zip(answer.indices, answer.slots, strict=True))
+            elif isinstance(answer, protocol.Failed) and answer.lease == lease and index in answer.indices:
+                return answer.why
+        return None
+
+    def close(self) -> None:
+        """End the session: its leases and reservations end with it."""
+        self._socket.close()
+
+    def _read(self, deadline: float) -> protocol.Answer:
+        buffer = self._buffer
+        while True:
+            if len(buffer) >= LENGTH.size:
+                end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
+                if len(buffer) >= end:
+                    body = bytes(buffer[LENGTH.size : end])
+                    del buffer[:end]
+                    try:
+                        return protocol.answer_decoder.decode(body)
+                    except msgspec.MsgspecError as error:
+                        raise Trouble("protocol", str(error)) from None
+            self._socket.settimeout(left(deadline))
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise Trouble("no_daemon", "the daemon closed the connection")
+            buffer += data
+
+
+def after(ms: float) -> float:
+    return time.monotonic() + ms / 1e3
+
+
+def left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left

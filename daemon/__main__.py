@@ -1,0 +1,138 @@
+"""The daemon's life: open the tiers, open the doors, serve until told to stop, leave everything adoptable.
+
+Owns the process: signals, threads that are not the mover's, and the order of starting and stopping. Run as
+``terracekv serve`` or ``python -m terracekv.daemon``. Imports the other modules of this room.
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import uvloop
+
+from terracekv.daemon.config import Config, load_config, resolve, survey
+from terracekv.daemon.engine_door import EngineDoor
+from terracekv.daemon.http_door import HttpDoor
+from terracekv.daemon.mover import Mover
+from terracekv.daemon.recovery import Tiers, open_tiers
+from terracekv.daemon.store import Store
+from terracekv.tiers import failpoint
+from terracekv.tiers.errors import TerraceError
+
+log = logging.getLogger("terracekv.daemon")
+
+SWITCH_S = 1e-4
+"""How long a thread may hold the interpreter while another waits: a lookup should not wait for a worker."""
+HOUSEKEEPING_S = 1.0
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
+    logging.basicConfig(
+        level=config.daemon.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    started = time.monotonic()
+    sys.setswitchinterval(SWITCH_S)
+    failpoint.arm(config.failpoints)
+    try:
+        config = resolve(config, survey(config))
+        tiers = open_tiers(config)
+    except (TerraceError, OSError) as error:
+        print(f"terracekv: {error}", file=sys.stderr)
+        return 1
+    try:
+        return uvloop.run(_serve(config, tiers, started))
+    except TerraceError as error:
+        print(f"terracekv: {error}", file=sys.stderr)
+        return 1
+    finally:
+        tiers.close()
+
+
+async def _serve(config: Config, tiers: Tiers, started: float) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    assert config.daemon.queue is not None
+    mover = Mover(threads=config.daemon.io_threads, queue_bytes=config.daemon.queue)
+    background = [threading.Thread(target=tiers.arena.prepare, name="arena-prepare", daemon=True)]
+    if not config.host.prefault:
+        background.clear()
+        tiers.arena.prepare()
+    if tiers.disk is not None and tiers.disk.rebuilding:
+        background.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
+    store = Store(
+        namespaces=tiers.namespaces, host=tiers.host, disk=tiers.disk, mover=mover, admission=config.disk.admission
+    )
+    engine = EngineDoor(
+        config.daemon.runtime_dir / "engine.sock",
+        store=store,
+        table=tiers.table,
+        arena=tiers.arena.path,
+        secret=tiers.secret,
+    )
+    http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started)
+    try:
+        await engine.listen()
+        await http.listen()
+    except BaseException:
+        mover.close()
+        raise
+    for thread in background:
+        thread.start()
+    keeper = loop.create_task(_keep_house(store))
+    gc.collect()
+    gc.freeze()  # what lives from here on is small; what was loaded need not be looked at again and again
+    log.info("ready after %.0f ms: %s", (time.monotonic() - started) * 1e3, engine.path)
+    await stop.wait()
+    log.info("stopping: taking no more work")
+    until = loop.time() + config.daemon.drain_s
+    await asyncio.gather(engine.close(config.daemon.drain_s), http.close(config.daemon.drain_s))
+    try:
+        await asyncio.wait_for(mover.drain(), max(0.1, until - loop.time()))
+    except TimeoutError:
+        log.warning("%d bytes of write-through were not written in time", mover.queue_bytes)
+    keeper.cancel()
+    tiers.arena.stop()
+    mover.close()
+    for thread in background:
+        thread.join(1.0)
+    log.info("stopped; the arena stays warm in %s", config.daemon.runtime_dir)
+    return 0
+
+
+async def _keep_house(store: Store) -> None:
+    """What must happen now and then without anybody asking."""
+    while True:
+        await asyncio.sleep(HOUSEKEEPING_S)
+        try:
+            store.pins.expire()
+            store.host.reap()
+        except Exception:
+            log.exception("housekeeping failed")
+
+
+def main() -> int:
+    """``python -m terracekv.daemon``: the same as ``terracekv serve``, without the command line's libraries."""
+    parser = argparse.ArgumentParser(prog="python -m terracekv.daemon")
+    parser.add_argument("--config", type=Path, help="a TOML file")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config, arguments.set, os.environ)
+    except TerraceError as error:
+        print(f"terracekv: {error}", file=sys.stderr)
+        return 2
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Opening what an earlier daemon left, in an order in which each step stands on the one before.
+
+Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config`` and ``sessions``.
+"""
+
+import logging
+from dataclasses import dataclass
+
+from terracekv.daemon.config import Config
+from terracekv.daemon.sessions import read_secret
+from terracekv.tiers.arena import Arena
+from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.host import HostTier
+from terracekv.tiers.namespace import Namespaces
+from terracekv.tiers.slots import SlotTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Everything below the store."""
+
+    namespaces: Namespaces
+    arena: Arena
+    table: SlotTable
+    host: HostTier
+    disk: DiskTier | None
+    secret: bytes
+
+    def close(self) -> None:
+        """Leave all of it adoptable."""
+        if self.disk is not None:
+            self.disk.close()
+        self.host.close()
+
+
+def open_tiers(config: Config) -> Tiers:
+    """Own the folders, adopt the arena, open the disk. ``config`` is resolved. Raises InUse, NoRoom, Damaged, OSError."""
+    assert config.host.size and config.host.slab
+    state = config.daemon.state_dir
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    slab = config.host.slab
+    arena = Arena(config.daemon.runtime_dir, size_bytes=config.host.size // slab * slab, slab_bytes=slab)
+    try:
+        namespaces = Namespaces(state / "namespaces.json")
+        secret = read_secret(state / "secret")
+        table = SlotTable(
+            arena.path.with_name("slots"), arena_bytes=arena.size_bytes, slab_bytes=slab, adopt=arena.adopted
+        )
+        host = HostTier(arena, table, namespaces)
+        if host.adopted_blocks:
+            log.info("adopted %d blocks in host", host.adopted_blocks)
+        disk = None
+        if config.disk.enabled:
+            assert config.disk.size is not None
+            disk = DiskTier(
+                config.disk_path,
+                capacity_bytes=config.disk.size,
+                segment_bytes=config.disk.segment,
+                direct=config.disk.direct,
+                namespaces=namespaces,
+                free_floor_bytes=config.disk.free_floor,
+            )
+        return Tiers(namespaces, arena, table, host, disk, secret)
+    except BaseException:
+        arena.close()
+        raise
