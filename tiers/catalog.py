@@ -39,6 +39,8 @@ _STAMP = struct.Struct("<Q")
 _NUMBER = struct.Struct(">I")
 _PAGES = struct.Struct("<I")
 
+_BROKEN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.CursorFullError)
+
 T = TypeVar("T")
 
 
@@ -89,6 +91,8 @@ class Catalog:
         self._gate = Gate()
         self._pid = os.getpid()
         self._open = False
+        self.sound = True
+        """False once LMDB has said that its file contradicts itself: to be rebuilt at the next start."""
         try:
             self._environment = lmdb.open(
                 str(folder),
@@ -151,11 +155,11 @@ class Catalog:
             done = []
             for id, entry in records:
                 old = transaction.get(id)
-                fresh = old is None or old[_STAMP_AT] != _STAMP.pack(entry.stamp)
-                done.append(fresh)
-                if fresh:
+                new = old is None or old[_STAMP_AT] != _STAMP.pack(entry.stamp)
+                done.append(new)
+                if new:
                     transaction.put(id, _pack(id, entry))
-            self._raise_ends(transaction, (entry for _, entry in records))
+            self._raise_ends(transaction, (entry for (_, entry), new in zip(records, done, strict=True) if new))
             return done
 
         return self._write(change, len(records))
@@ -171,7 +175,7 @@ class Catalog:
                 done.append(same)
                 if same:
                     transaction.put(id, _pack(id, new))
-            self._raise_ends(transaction, (new for _, _, new in moves))
+            self._raise_ends(transaction, (new for (_, _, new), moved in zip(moves, done, strict=True) if moved))
             return done
 
         return self._write(change, len(moves), spend_reserve=True)
@@ -253,11 +257,8 @@ class Catalog:
 
     def drop_segment(self, number: int) -> None:
         """Forget a segment from which all entries are gone."""
-
-        def change(transaction: lmdb.Transaction) -> bool:
-            return transaction.delete(_NUMBER.pack(number), db=self._segments)
-
-        self._write(change, 1, spend_reserve=True)
+        key = _NUMBER.pack(number)
+        self._write(lambda transaction: transaction.delete(key, db=self._segments), 1, spend_reserve=True)
 
     def count(self) -> int:
         """Entries, of all stamps."""
@@ -271,7 +272,7 @@ class Catalog:
 
     def sync(self) -> None:
         """Bring everything committed to the medium, for power loss."""
-        with self._inside(), _lmdb_errors():
+        with self._inside(), self._errors():
             self._environment.sync(True)
 
     def close(self) -> None:
@@ -326,8 +327,18 @@ class Catalog:
 
     @contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction]:
-        with self._inside(), _lmdb_errors(), self._environment.begin(db=self._blocks) as transaction:
+        with self._inside(), self._errors(), self._environment.begin(db=self._blocks) as transaction:
             yield transaction
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except lmdb.MapFullError:
+            raise
+        except lmdb.Error as error:
+            self.sound = self.sound and not isinstance(error, _BROKEN)
+            raise TierDown(f"the catalog failed: {error}", "if a restart does not help, remove its folder") from error
 
     def _write(self, change: Callable[[lmdb.Transaction], T], records: int, spend_reserve: bool = False) -> T:
         """Do ``change`` in one transaction, growing the map first or again as needed; it may run more than once.
@@ -337,7 +348,7 @@ class Catalog:
         """
         full = False
         while True:
-            with self._inside(), _lmdb_errors():
+            with self._inside(), self._errors():
                 seen = self.map_bytes
                 left = seen // self._page_bytes - int(self._environment.info()["last_pgno"]) - 1
                 if not full and left >= _HEADROOM_PAGES + records // 8:
@@ -349,7 +360,7 @@ class Catalog:
                 full = False
                 continue
             # Past the last page there is no room, but pages freed inside may still do.
-            with self._inside(), _lmdb_errors():
+            with self._inside(), self._errors():
                 try:
                     return self._commit(change)
                 except lmdb.MapFullError:
@@ -373,16 +384,6 @@ class Catalog:
                 os.truncate(self._data, wanted)
                 self.map_bytes = wanted
             return True
-
-
-@contextmanager
-def _lmdb_errors() -> Iterator[None]:
-    try:
-        yield
-    except lmdb.MapFullError:
-        raise
-    except lmdb.Error as error:
-        raise TierDown(f"the catalog failed: {error}", "restart; if it persists, remove the catalog folder") from error
 
 
 def _pack(id: bytes, entry: Entry) -> bytes:

@@ -96,12 +96,13 @@ class DiskTier:
                 limit_bytes=self._segments_limit,
                 free_floor_bytes=free_floor_bytes,
                 ends=self._catalog.segments() if whole else None,
+                synced=whole and self._owned.was_clean,
             )
             self._roller = Roller(files, self._shelf, self._catalog, self._namespaces, self._ledger)
             self._warn_of_foreign_files()
             gone = self._shelf.shrink() + self._shelf.lost
             self._rebuild = upkeep.Rebuild(self._catalog, self._shelf, self._namespaces, scan=not whole, gone=gone)
-            if not self.rebuilding:
+            if whole:
                 self._owned.opened(self._namespaces.identity)
         except BaseException:
             self._catalog.close()
@@ -141,11 +142,11 @@ class DiskTier:
             return 0
         try:
             blocks = self._rebuild.run()
-            if not self.rebuilding:
+            if not self._rebuild.scanning:
                 self._owned.opened(self._namespaces.identity)
             return blocks
         except (OSError, TierDown) as error:
-            self._ledger.failed(error)
+            self._failed(error)
             return 0
 
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
@@ -153,7 +154,7 @@ class DiskTier:
         try:
             return self._catalog.leading(namespace.stamp, ids)
         except TierDown as error:
-            self._ledger.failed(error)
+            self._failed(error)
             return 0
 
     def put(self, namespace: Namespace, id: bytes, payload: memoryview, checksum: int) -> Outcome:
@@ -166,7 +167,7 @@ class DiskTier:
                 return Outcome.PRESENT
             return self._append(namespace, id, payload, checksum)
         except (OSError, TierDown) as error:
-            self._ledger.failed(error)
+            self._failed(error)
             return Outcome.FAILED
         except TierFull as full:
             self._ledger.last_error = full.message
@@ -177,7 +178,7 @@ class DiskTier:
         try:
             outcome = self._read(namespace, id, into)
         except (OSError, TierDown) as error:
-            self._ledger.failed(error)
+            self._failed(error)
             return Outcome.FAILED
         except TierFull as full:
             self._ledger.last_error = full.message
@@ -190,7 +191,7 @@ class DiskTier:
         try:
             gone = self._catalog.delete(namespace.stamp, ids)
         except (TierDown, TierFull) as error:
-            self._ledger.failed(error)
+            self._failed(error)
             return 0
         self._ledger.left("delete", gone)
         return gone
@@ -203,7 +204,7 @@ class DiskTier:
         try:
             gone = upkeep.drop_stale(self._catalog, namespace)
         except (TierDown, TierFull) as error:
-            self._ledger.failed(error)
+            self._failed(error)
             return 0
         self._ledger.left("flush", gone)
         return gone
@@ -257,12 +258,10 @@ class DiskTier:
         try:
             self.sync()
             self._catalog.close()
-            if self.rebuilding:
-                self._owned.distrust()
-            else:
+            if self._catalog.sound and not self._rebuild.scanning:
                 self._owned.closed(self._namespaces.identity)
         except (OSError, TierDown) as error:
-            self._ledger.failed(error)
+            self._failed(error)
         finally:
             self._catalog.close()
             self._owned.release()
@@ -369,6 +368,11 @@ class DiskTier:
             return
         if self._shelf.lose(segment):
             self._ledger.left("damaged", upkeep.forget_segments(self._catalog, {segment.number}))
+
+    def _failed(self, error: OSError | TierDown | TierFull) -> None:
+        self._ledger.failed(error)
+        if not self._catalog.sound:
+            self._owned.distrust()
 
     def _segments_limit(self) -> int:
         """What segment files may take: the catalog can grow once more without asking anyone."""

@@ -31,6 +31,8 @@ class OwnedFolder:
         """Raises InUse while another process, or another object of this one, owns the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.was_clean = False
+        """Whether the last owner synced everything, known after ``trusted``."""
         self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,9 +57,8 @@ class OwnedFolder:
         try:
             state = json.loads((self.folder / "state.json").read_bytes())
             same_boot = bool(boot_id()) and state["boot"] == boot_id()
-            return bool(
-                state["format"] == FORMAT and state["identity"] == identity and (state["clean"] is True or same_boot)
-            )
+            self.was_clean = state["clean"] is True
+            return bool(state["format"] == FORMAT and state["identity"] == identity and (self.was_clean or same_boot))
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

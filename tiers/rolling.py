@@ -51,6 +51,7 @@ class Roller:
 
     def _roll(self) -> bool:
         """Begin another active segment, and evict ahead for the one after it. The caller holds ``_rolling``."""
+        self._shelf.trim()
         while self._shelf.over_limit() and self._evict(save=False):
             pass
         if not self._shelf.can_advance() and not self._evict(save=False):
@@ -82,9 +83,10 @@ class Roller:
     def _empty(self, segment: Segment, saving: int) -> int:
         """Save hit blocks, up to ``saving`` pages, and forget the others; the number forgotten."""
         gone: list[Place] = []
-        evicted = 0
+        evicted = covered = 0
         try:
             for page, record in self._files.scan(segment.number, segment.cursor):
+                covered += record.pages
                 if segment.marked(page) and record.pages <= saving and self._save(segment, page, record):
                     saving -= record.pages
                     continue
@@ -92,11 +94,14 @@ class Roller:
                 if len(gone) == _BATCH:
                     evicted += self._catalog.forget(gone)
                     gone = []
-            return evicted + self._catalog.forget(gone)
+            evicted += self._catalog.forget(gone)
         except OSError as error:
-            # Its headers cannot be read, so what it held is looked for in the catalog.
             self._ledger.failed(error)
-            return evicted + upkeep.forget_segments(self._catalog, {segment.number})
+            covered = 0
+        if covered == segment.cursor:
+            return evicted
+        # Not every header could be read: what else was listed here is looked for in the catalog.
+        return evicted + upkeep.forget_segments(self._catalog, {segment.number})
 
     def _save(self, segment: Segment, page: int, record: Record) -> bool:
         """Append a block of a segment under eviction anew, without rolling; False when it must go."""

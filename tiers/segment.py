@@ -137,12 +137,11 @@ class SegmentFiles:
             raise ConfigError(f"disk direct I/O: {direct!r} is unknown", "use auto, on or off")
         self.folder = folder
         self._staging = _Staging()
-        self._asked = direct
         self._direct = direct != "off"
         self._mode_lock = threading.Lock()
         folder.mkdir(exist_ok=True)
         if self._direct:
-            self._probe()
+            self._probe(must=direct == "on")
 
     @property
     def mode(self) -> str:
@@ -279,7 +278,7 @@ class SegmentFiles:
                     raise
                 self._fall_back(error)
 
-    def _probe(self) -> None:
+    def _probe(self, must: bool) -> None:
         """Find out once, with a real write, whether this folder takes direct I/O."""
         path = self.folder / "direct.probe"
         try:
@@ -289,6 +288,11 @@ class SegmentFiles:
             finally:
                 os.close(file)
         except OSError as error:
+            if error.errno in _UNFIT and must:
+                raise ConfigError(
+                    f"{self.folder} does not take direct I/O: {error.strerror}",
+                    "set direct to auto, or use another folder",
+                ) from error
             if error.errno in _UNFIT:
                 self._fall_back(error)
             elif error.errno != errno.ENOSPC:
@@ -297,10 +301,6 @@ class SegmentFiles:
             path.unlink(missing_ok=True)
 
     def _fall_back(self, error: OSError) -> None:
-        if self._asked == "on":
-            raise ConfigError(
-                f"{self.folder} does not take direct I/O: {error.strerror}", "set direct to auto, or use another folder"
-            ) from error
         with self._mode_lock:
             if self._direct:
                 log.warning("%s does not take direct I/O (%s): buffered from now on", self.folder, error.strerror)

@@ -64,9 +64,10 @@ class Shelf:
         limit_bytes: Callable[[], int],
         free_floor_bytes: int,
         ends: Mapping[int, int] | None,
+        synced: bool = False,
     ) -> None:
         """``ends`` names the segments that hold blocks and the page after their last record; None when unknown: all
-        are then taken for full. ``limit_bytes`` answers what all files together may take, and takes no lock."""
+        are then taken for full. ``synced`` vouches for what they hold. ``limit_bytes`` answers what all files together may take, and takes no lock."""
         self.files = files
         self.segment_bytes = segment_bytes
         self.limit_bytes = limit_bytes
@@ -88,6 +89,8 @@ class Shelf:
         self._next_number = 1 + max([*found, *(ends or ())], default=0)
         self.lost = sorted(set(ends or ()) - set(found))
         """Segments that should hold blocks and whose files are gone."""
+        for segment in self._table.values():
+            segment.unsynced = not synced
         if ends and self._table:
             self._active = self._table[max(self._table)]
 
@@ -186,6 +189,11 @@ class Shelf:
                     segment.leaving = True
                     return segment
             return None
+
+    def filled(self, segment: Segment, end_page: int) -> None:
+        """A scan found the end of the last record."""
+        with self._lock:
+            segment.cursor = end_page
 
     def keep(self, segment: Segment) -> None:
         """The eviction failed: the segment stays."""

@@ -34,6 +34,11 @@ class Rebuild:
         self.blocks = 0
 
     @property
+    def scanning(self) -> bool:
+        """Whether blocks on disk are not listed yet."""
+        return bool(self._unscanned)
+
+    @property
     def due(self) -> bool:
         return bool(self._unscanned or self._gone)
 
@@ -66,7 +71,9 @@ class Rebuild:
 
     def _adopt(self, segment: Segment) -> None:
         found = list(self._shelf.files.scan(segment.number, segment.pages))
-        self._catalog.set_segments({segment.number: segment.pages})
+        end_page = found[-1][0] + found[-1][1].pages if found else 0
+        self._shelf.filled(segment, end_page)
+        self._catalog.set_segments({segment.number: end_page})
         found.reverse()
         for start in range(0, len(found), _BATCH):
             rows = [row for row in map(self._row, found[start : start + _BATCH]) if row is not None]

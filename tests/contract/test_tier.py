@@ -19,12 +19,12 @@ def name(index: int, shard: int = 0) -> bytes:
     return block_id(hashlib.sha256(b"block %d" % index).digest(), shard)
 
 
-def payload_of(id: bytes, salt: bytes = b"", size: int = BLOCK_BYTES) -> bytearray:
+def payload_of(id: bytes, salt: bytes = b"", size: int = BLOCK_BYTES) -> bytes:
     """Bytes that say whose they are."""
-    return bytearray(hashlib.shake_128(id + salt).digest(size))
+    return hashlib.shake_128(id + salt).digest(size)
 
 
-def put(tier: Tier, namespace: Namespace, id: bytes, payload: bytearray | None = None) -> Outcome:
+def put(tier: Tier, namespace: Namespace, id: bytes, payload: bytes | None = None) -> Outcome:
     payload = payload_of(id, namespace.id, namespace.block_bytes) if payload is None else payload
     return tier.put(namespace, id, memoryview(payload), checksum(payload))
 
@@ -125,7 +125,7 @@ def test_a_block_that_can_never_fit_is_refused_and_not_listed(
 ) -> None:
     put(tier, namespace, name(1))
     huge = registered(namespaces, 3, block_bytes=4 * HOLDS_BYTES)
-    assert put(tier, huge, name(2), bytearray(huge.block_bytes)) is Outcome.FULL
+    assert put(tier, huge, name(2), bytes(huge.block_bytes)) is Outcome.FULL
     assert tier.leading(huge, [name(2)]) == 0
 
 
@@ -138,7 +138,7 @@ def test_bytes_move_to_and_from_slots_and_odd_places_alike(tier: Tier, namespace
         assert tier.put(namespace, name(1), slot[:BLOCK_BYTES], checksum(payload)) is Outcome.STORED
         slot[:BLOCK_BYTES] = payload = payload_of(name(2))
         assert tier.put(namespace, name(2), slot, checksum(payload)) is Outcome.STORED
-        assert tier.put(namespace, name(3), memoryview(bytes(payload)), checksum(payload)) is Outcome.STORED
+        assert tier.put(namespace, name(3), memoryview(payload), checksum(payload)) is Outcome.STORED
         for index, expected in ((1, payload_of(name(1))), (2, payload), (3, payload)):
             for into in (slot, odd):
                 into[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
@@ -157,7 +157,7 @@ def test_bytes_of_every_number_format_come_back_unchanged(tier: Tier, namespaces
     width = 2 if kind == "bf16" else 1
     patterns = b"".join(value.to_bytes(width, "little") for value in range(256**width))
     namespace = registered(namespaces, 9, block_bytes=len(patterns))
-    assert put(tier, namespace, name(1), bytearray(patterns)) is Outcome.STORED
+    assert put(tier, namespace, name(1), patterns) is Outcome.STORED
     assert get(tier, namespace, name(1)) == (Outcome.HIT, patterns)
 
 
