@@ -327,6 +327,7 @@ class _Turn:
         client = self._client
         in_step = error is None or (isinstance(error, Trouble) and error.why == "refused")
         if not in_step:
+            client.last_trouble = str(error) or type(error).__name__
             client._leave()
         client._lock.release()
         if not in_step and not client._closing.is_set():

@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import gc
 import logging
-import os
 import signal
 import sys
 import threading
@@ -127,7 +126,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting")
     arguments = parser.parse_args()
     try:
-        config = load_config(arguments.config, arguments.set, os.environ)
+        config = load_config(arguments.config, dict(setting.partition("=")[::2] for setting in arguments.set))
     except TerraceError as error:
         print(f"terracekv: {error}", file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ import socket
 import stat
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -152,8 +152,7 @@ class Connection(asyncio.Protocol):
         self._hello_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
         self._door.connections.add(self)
         if len(self._door.connections) > CONNECTIONS_MAX:
             self._send(protocol.Refused("connections", f"{CONNECTIONS_MAX} engines are connected already"))

@@ -188,9 +188,11 @@ class Store:
             self.events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
             self.pins.expire()
         counts = {}
-        for name, each in self.tiers.items():
-            if tier in (None, name):
-                counts[name] = await self.mover.load(lambda each=each: each.drop(namespace))  # type: ignore[misc]
+        if tier in (None, "host"):
+            counts["host"] = await self.mover.load(lambda: self.host.drop(namespace))
+        disk = self.disk
+        if disk is not None and tier in (None, "disk"):
+            counts["disk"] = await self.mover.load(lambda: disk.drop(namespace))
         return counts
 
     def check(self) -> None:
