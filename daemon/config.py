@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
-from terracekv.tiers.errors import ConfigError, NoRoom
+from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.tier import PAGE
 
 Size = Annotated[int, Meta(ge=0, description="bytes")]
@@ -32,9 +32,7 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 PREFIX = "TERRACEKV_"
 ARENA = "arena"
-HOST_AUTO_MIN = 128 * MIB
-"""``auto`` refuses below this: such an arena helps nobody, and hides that the container has 64 MB of shared memory."""
-DISK_AUTO_MAX = 16 * GIB
+SLAB_AUTO_MIN, SLAB_AUTO_MAX, SLAB_STEP = 16 * MIB, 256 * MIB, 2 * MIB
 SEGMENTS_MIN = 2
 SOCKET_PATH_MAX = 107
 TOKEN_CHARS_MIN = 16
@@ -157,41 +155,43 @@ def survey(config: Config) -> Budget:
 def resolve(config: Config, room: Budget) -> Config:
     """Settle what is ``auto`` and refuse what the machine cannot give. Changes nothing when all is settled and fits.
 
-    An arena that an earlier life left keeps its size under ``auto``, so that it is adopted. NoRoom has the numbers,
+    Under ``auto`` an arena that an earlier life left keeps its size, if it is near, so that it is adopted. NoRoom has the numbers,
     the setting to turn and the largest value that fits.
     """
     sources = dict(config.sources)
-    memory = room.memory.available_bytes + room.arena_bytes
-    shm = room.shm.free_bytes + room.arena_bytes
-    disk = room.disk.free_bytes + room.disk_bytes
-    host_size = config.host.size
+    host_size, slab, queue, disk_size = config.host.size, config.host.slab, config.daemon.queue, config.disk.size
     if host_size is None:
-        host_size = room.arena_size or _host_auto(room, memory, shm)
-        why = "that of the arena found" if room.arena_size else "a quarter of the memory, within shared memory"
+        host_size, why = budget.host_auto(room), "a quarter of the memory, within shared memory"
+        # The free memory is never twice the same; an arena of another order was made under other settings.
+        if host_size // 2 <= room.arena_size <= host_size * 2:
+            host_size, why = room.arena_size, "that of the arena found"
         sources["host.size"] = f"auto: {why}"
-    slab = config.host.slab
     if slab is None:
-        slab = min(host_size, max(16 * MIB, min(256 * MIB, host_size // 16 // (2 * MIB) * (2 * MIB))))
+        slab = min(host_size, max(SLAB_AUTO_MIN, min(SLAB_AUTO_MAX, host_size // 16 // SLAB_STEP * SLAB_STEP)))
         sources["host.slab"] = "auto: a sixteenth of host.size, 16MiB to 256MiB"
     if slab > host_size:
         raise ConfigError(f"host.slab is {show(slab)}, more than host.size {show(host_size)}", "lower host.slab")
-    queue = config.daemon.queue
+    if config.host.size is None:
+        host_size = host_size // slab * slab
     if queue is None:
         queue = host_size // 4
         sources["daemon.queue"] = "auto: a quarter of host.size"
-    disk_size = config.disk.size
-    if config.disk.enabled and disk_size is None:
-        disk_size = max(0, min(DISK_AUTO_MAX, disk // 4, disk - config.disk.free_floor))
+    if not config.disk.enabled:
+        disk_size = 0
+    elif disk_size is None:
+        disk_size = budget.disk_auto(room, config.disk.free_floor)
         sources["disk.size"] = "auto: a quarter of the free space, at most 16GiB"
-    settled = msgspec.structs.replace(
+    if config.disk.enabled:
+        _check_disk(disk_size, config.disk.segment)
+    budget.require_all(room, host_size, disk_size, config.disk.free_floor)
+    replace = msgspec.structs.replace
+    return replace(
         config,
-        daemon=msgspec.structs.replace(config.daemon, queue=queue),
-        host=msgspec.structs.replace(config.host, size=host_size, slab=slab),
-        disk=msgspec.structs.replace(config.disk, size=disk_size if config.disk.enabled else 0),
+        daemon=replace(config.daemon, queue=queue),
+        host=replace(config.host, size=host_size, slab=slab),
+        disk=replace(config.disk, size=disk_size),
         sources=sources,
     )
-    _require_room(settled, room, memory, shm, disk)
-    return settled
 
 
 def read_token(config: Config) -> str | None:
@@ -227,10 +227,10 @@ def summary(config: Config, room: Budget) -> str:
     assert host is not None and disk is not None
     line = (
         f"memory: host.size {show(host)} + daemon {show(budget.DAEMON_BYTES)}, whatever the number of engines, of "
-        f"{show(room.memory.available_bytes + room.arena_bytes)} ({room.memory.limited_by})"
+        f"{show(room.memory_free)} ({room.memory.limited_by})"
     )
     if config.disk.enabled:
-        line += f"; disk: disk.size {show(disk)} of {show(room.disk.free_bytes + room.disk_bytes)} at {room.disk.path}"
+        line += f"; disk: disk.size {show(disk)} of {show(room.disk_free)} at {room.disk.path}"
     return line
 
 
@@ -355,45 +355,4 @@ def _check_disk(size: int, segment: int) -> None:
             f"{SEGMENTS_MIN} are the least",
             f"raise disk.size to {show(SEGMENTS_MIN * segment)}, lower disk.segment to at most "
             f"{show(size // SEGMENTS_MIN)}, or set disk.enabled to false",
-        )
-
-
-def _host_auto(room: Budget, memory: int, shm: int) -> int:
-    size = min(memory // 4, shm - budget.SHM_MARGIN_BYTES) // (2 * MIB) * (2 * MIB)
-    if size < HOST_AUTO_MIN:
-        raise NoRoom(
-            f"host.size auto comes to {show(max(0, size))}: {room.shm.path} has {show(shm)} free and this process may "
-            f"take {show(memory)} of memory ({room.memory.limited_by})",
-            "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with "
-            "medium: Memory), point daemon.runtime_dir at another tmpfs, or set host.size",
-        )
-    return size
-
-
-def _require_room(config: Config, room: Budget, memory: int, shm: int, disk: int) -> None:
-    """Sum up, for memory and each file system, all that will be taken of it; refuse what does not fit."""
-    host, disk_size = {"host.size": config.host.size or 0}, {"disk.size": config.disk.size or 0}
-    on_shm = config.disk.enabled and room.disk.device == room.shm.device
-    in_memory = disk_size if config.disk.enabled and room.disk.filesystem == "tmpfs" else {}
-    budget.require(
-        f"memory (limited by {room.memory.limited_by})",
-        memory + (room.disk_bytes if in_memory else 0),
-        host | in_memory | {"the daemon itself": budget.DAEMON_BYTES},
-        "host.size",
-    )
-    budget.require(
-        f"shared memory at {room.shm.path}",
-        shm + (room.disk_bytes if on_shm else 0),
-        host | (disk_size if on_shm else {}) | {"margin": budget.SHM_MARGIN_BYTES},
-        "host.size",
-        "or give more: docker run --shm-size=8g, or another daemon.runtime_dir",
-    )
-    if config.disk.enabled:
-        _check_disk(disk_size["disk.size"], config.disk.segment)
-        budget.require(
-            f"the disk at {room.disk.path}",
-            disk,
-            disk_size | {"disk.free_floor": config.disk.free_floor},
-            "disk.size",
-            "or choose another disk.path",
         )

@@ -164,7 +164,7 @@ def test_an_unusable_token_is_an_error_and_not_an_open_door(tmp_path: Path, cont
 def test_auto_is_a_quarter_of_the_memory_and_within_shared_memory() -> None:
     assert resolve(load(), room(memory=64 * GIB)).host.size == 16 * GIB
     small = resolve(load(), room(memory=64 * GIB, shm=1 * GIB)).host.size
-    assert small is not None and 1 * GIB - 16 * MIB < small < 1 * GIB
+    assert small is not None and 1 * GIB - 64 * MIB < small < 1 * GIB
 
 
 @pytest.mark.fault(78)
@@ -174,7 +174,7 @@ def test_auto_is_a_quarter_of_the_memory_and_within_shared_memory() -> None:
 def test_auto_never_exceeds_what_is_there(memory: int, shm: int, disk: int) -> None:
     config = resolve(load(), room(memory, shm, disk))
     host, disk_size = config.host.size or 0, config.disk.size or 0
-    assert 0 < host <= min(memory // 4, shm)
+    assert 0 < host <= min(memory // 4, shm) and host % (config.host.slab or 1) == 0
     assert 2 * config.disk.segment <= disk_size <= min(16 * GIB, disk // 4)
     assert 0 < (config.host.slab or 0) <= host and 0 < (config.daemon.queue or 0) <= host
 
@@ -234,6 +234,13 @@ def test_a_restarted_daemon_keeps_the_size_of_the_arena_it_finds() -> None:
     later = replace(room(memory=24 * GIB - size, shm=24 * GIB - size), arena_size=size, arena_bytes=size)
     assert resolve(load(), later).host.size == size
     assert resolve(load(host__size="20GiB"), later).host.size == 20 * GIB
+    busier = replace(room(memory=20 * GIB - size, shm=20 * GIB - size), arena_size=size, arena_bytes=size)
+    assert resolve(load(), busier).host.size == size
+
+
+def test_an_arena_made_under_other_settings_does_not_set_the_size_for_ever() -> None:
+    tiny = replace(room(memory=24 * GIB, shm=24 * GIB), arena_size=64 * MIB, arena_bytes=64 * MIB)
+    assert resolve(load(), tiny).host.size == 6 * GIB
 
 
 def test_what_a_disk_tier_holds_already_counts_as_free_for_it() -> None:

@@ -21,6 +21,10 @@ DAEMON_BYTES = 100 * MIB
 """What the daemon itself may need besides its arena."""
 SHM_MARGIN_BYTES = 8 * MIB
 """Left free in the shared-memory folder: the slot table and sockets live there too."""
+HOST_AUTO_MIN = 128 * MIB
+"""``auto`` refuses below this: such an arena helps nobody, and hides that the container has 64 MB of shared memory."""
+HOST_AUTO_STEP = 2 * MIB
+DISK_AUTO_MAX = 16 * GIB
 UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2**63."""
 
@@ -60,6 +64,18 @@ class Budget:
     arena_size: int = 0
     arena_bytes: int = 0
     disk_bytes: int = 0
+
+    @property
+    def memory_free(self) -> int:
+        return self.memory.available_bytes + self.arena_bytes
+
+    @property
+    def shm_free(self) -> int:
+        return self.shm.free_bytes + self.arena_bytes
+
+    @property
+    def disk_free(self) -> int:
+        return self.disk.free_bytes + self.disk_bytes
 
 
 def survey(arena: Path, disk: Path, root: Path = Path("/")) -> Budget:
@@ -134,6 +150,51 @@ def require(where: str, available_bytes: int, asked: Mapping[str, int], knob: st
         f"{where} has {show(available_bytes)} left, and {show(total)} is asked: {parts}",
         f"{advice}; {hint}" if hint else advice,
     )
+
+
+def host_auto(room: Budget) -> int:
+    """Bytes of an arena that nobody chose a size for: a quarter of the memory, within shared memory. NoRoom if tiny."""
+    size = min(room.memory_free // 4, room.shm_free - SHM_MARGIN_BYTES) // HOST_AUTO_STEP * HOST_AUTO_STEP
+    if size < HOST_AUTO_MIN:
+        raise NoRoom(
+            f"host.size auto comes to {show(max(0, size))}: {room.shm.path} has {show(room.shm_free)} free and this "
+            f"process may take {show(room.memory_free)} of memory ({room.memory.limited_by})",
+            "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with "
+            "medium: Memory), point daemon.runtime_dir at another tmpfs, or set host.size",
+        )
+    return size
+
+
+def disk_auto(room: Budget, floor_bytes: int) -> int:
+    """Bytes of a disk tier that nobody chose a size for: a quarter of the free space, at most 16 GiB."""
+    return max(0, min(DISK_AUTO_MAX, room.disk_free // 4, room.disk_free - floor_bytes))
+
+
+def require_all(room: Budget, host_bytes: int, disk_bytes: int, floor_bytes: int) -> None:
+    """Sum up, for memory and each file system, all that a daemon will take of it; NoRoom for what does not fit.
+
+    ``disk_bytes`` is 0 for no disk tier; ``floor_bytes`` stay free on its file system.
+    """
+    host, disk = {"host.size": host_bytes}, {"disk.size": disk_bytes} if disk_bytes else {}
+    in_memory = disk if room.disk.filesystem == "tmpfs" else {}
+    on_shm = disk if room.disk.device == room.shm.device else {}
+    require(
+        f"memory (limited by {room.memory.limited_by})",
+        room.memory_free + (room.disk_bytes if in_memory else 0),
+        host | in_memory | {"the daemon itself": DAEMON_BYTES},
+        "host.size",
+    )
+    require(
+        f"shared memory at {room.shm.path}",
+        room.shm_free + (room.disk_bytes if on_shm else 0),
+        host | on_shm | {"margin": SHM_MARGIN_BYTES},
+        "host.size",
+        "or give more: docker run --shm-size=8g, or another daemon.runtime_dir",
+    )
+    if disk:
+        where = f"the disk at {room.disk.path}"
+        asked = disk | {"disk.free_floor": floor_bytes}
+        require(where, room.disk_free, asked, "disk.size", "or choose another disk.path")
 
 
 def show(size: int) -> str:
