@@ -155,8 +155,8 @@ def survey(config: Config) -> Budget:
 def resolve(config: Config, room: Budget) -> Config:
     """Settle what is ``auto`` and refuse what the machine cannot give. Changes nothing when all is settled and fits.
 
-    Under ``auto`` an arena that an earlier life left keeps its size, if it is near, so that it is adopted. NoRoom has the numbers,
-    the setting to turn and the largest value that fits.
+    Under ``auto`` an arena that an earlier life left keeps its size, if it is near, so that it is adopted.
+    NoRoom has the numbers, the setting to turn and the largest value that fits.
     """
     sources = dict(config.sources)
     host_size, slab, queue, disk_size = config.host.size, config.host.slab, config.daemon.queue, config.disk.size
