@@ -5,7 +5,9 @@ BIN := $(CURDIR)/$(VENV)/bin
 # The folders under their one import name, tests and bench included, which no wheel ships.
 export PYTHONPATH := $(CURDIR)/.ns
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-BENCHES = $(filter-out bench/demo.py bench/_%,$(sort $(wildcard bench/*.py)))
+BENCHES = $(filter-out bench/demo.py,$(sort $(shell grep -l __main__ bench/*.py)))
+# Tests that load torch, wherever they are: test goes without them and e2e runs them.
+WITH_MODEL = $(sort $(shell grep -rlE '^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)' tests --include='test_*.py'))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -21,10 +23,10 @@ serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--s
 	$(BIN)/terracekv serve $(ARGS)
 
 test: $(VENV)/dev.stamp  ## all tests that need no model (ARGS="-k arena")
-	$(BIN)/pytest --ignore=tests/e2e $(ARGS)
+	$(BIN)/pytest $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
 
 e2e: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## the tests with a real engine and a small model; brings torch
-	$(BIN)/pytest tests/e2e $(ARGS)
+	$(BIN)/pytest tests/e2e $(filter-out tests/e2e/%,$(WITH_MODEL)) $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## style and types
 	$(BIN)/ruff check .
