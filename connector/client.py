@@ -27,6 +27,9 @@ RETRY_S = (0.05, 1.0)
 """First and longest pause between attempts to join."""
 IN_FLIGHT = 64
 """Commits sent ahead of their answers: more would only fill the socket."""
+COMMIT_BYTES = 8 << 20
+"""Blocks are committed when so many bytes were copied: enough that the message costs little beside the copy, few enough
+that the daemon checks them while the next are copied."""
 
 Copy = Callable[[int, memoryview], None]
 """Copies block ``index`` between the engine and a payload in the arena."""
@@ -217,6 +220,14 @@ class Client:
     ) -> None:
         arena = self._mapped()
         asked: list[int] = []
+        copied: list[int] = []
+
+        def commit() -> None:
+            indices = copied[:]
+            copied.clear()
+            asked.append(
+                session.send(lambda id: protocol.Commit(id, reserved.reservation, indices, durable), deadline)
+            )
 
         def settle(left: int) -> None:
             while len(asked) > left:
@@ -229,13 +240,12 @@ class Client:
                 continue
             with arena.payload(slot, self.block_bytes) as payload:
                 gather(index, payload)
-            asked.append(
-                session.send(
-                    lambda id, index=index: protocol.Commit(id, reserved.reservation, [index], durable),  # type: ignore[misc]
-                    deadline,
-                )
-            )
-            settle(IN_FLIGHT)
+            copied.append(index)
+            if len(copied) * self.block_bytes >= COMMIT_BYTES:
+                commit()
+                settle(IN_FLIGHT)
+        if copied:
+            commit()
         settle(0)
 
     def _mapped(self) -> Arena:

@@ -44,6 +44,10 @@ class State(IntEnum):
     SEALED = 2
 
 
+_FREE, _WRITING, _SEALED = (int(state) for state in State)  # an enum's call costs more than the rest of a step
+_NOTHING = (bytes(34), bytes(32), 0, 0, 0)
+
+
 class Slot(NamedTuple):
     """A place and the generation under which it was handed out. ``record`` and ``offset`` are bytes into the slot
     table and the arena."""
@@ -180,19 +184,19 @@ class SlotTable:
             del slabs[slab]
         self._used[slab] += 1
         self.used_bytes += slot_bytes
-        assert self.state(record) is State.FREE
+        assert self._table[record + _STATE_AT] == _FREE
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
-        self._write(record, generation, session, State.WRITING, bytes(34), bytes(32), 0, 0, 0)
+        self._write(record, generation, session, _WRITING, *_NOTHING)
         return self.slot(record)
 
     def seal(self, slot: Slot, block: bytes, namespace: bytes, epoch: int, payload_bytes: int, digest: int) -> None:
         """WRITING -> SEALED: the slot holds this block from now on, restarts included."""
-        assert self.state(slot.record) is State.WRITING and self.current(slot)
-        self._write(slot.record, slot.generation, 0, State.SEALED, block, namespace, epoch, payload_bytes, digest)
+        assert self._table[slot.record + _STATE_AT] == _WRITING and self.current(slot)
+        self._write(slot.record, slot.generation, 0, _SEALED, block, namespace, epoch, payload_bytes, digest)
 
     def sealed(self, record: int) -> Sealed:
         """What a SEALED slot holds."""
-        assert self.state(record) is State.SEALED
+        assert self._table[record + _STATE_AT] == _SEALED
         _, _, _, block, namespace, epoch, payload_bytes, digest = _BODY.unpack_from(self._table, record)
         return Sealed(record, block, namespace, epoch, payload_bytes, digest)
 
@@ -208,10 +212,10 @@ class SlotTable:
 
     def free(self, record: int) -> None:
         """WRITING or SEALED -> FREE. An emptied slab may serve another slot size."""
-        assert self.state(record) is not State.FREE
+        assert self._table[record + _STATE_AT] != _FREE
         slab = self.slab_of(record)
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
-        self._write(record, generation, 0, State.FREE, bytes(34), bytes(32), 0, 0, 0)
+        self._write(record, generation, 0, _FREE, *_NOTHING)
         self._free[slab].append(record)
         self._open.setdefault(self._slot_bytes[slab], {})[slab] = None
         self._used[slab] -= 1
@@ -257,7 +261,7 @@ class SlotTable:
             self._fd = -1
 
     def _write(
-        self, record: int, generation: int, session: int, state: State, block: bytes, namespace: bytes, epoch: int,
+        self, record: int, generation: int, session: int, state: int, block: bytes, namespace: bytes, epoch: int,
         payload_bytes: int, digest: int,
     ) -> None:  # fmt: skip
         body = _BODY.pack(generation, session, state, block, namespace, epoch, payload_bytes, digest)
@@ -278,7 +282,7 @@ class SlotTable:
         for record in self._records(slab):
             # Only the state is cleared: generations go on, or a reader of the slab's former life could be fooled.
             generation = _GENERATION.unpack_from(self._table, record)[0] + 1
-            self._write(record, generation, 0, State.FREE, bytes(34), bytes(32), 0, 0, 0)
+            self._write(record, generation, 0, _FREE, *_NOTHING)
         _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, slot_bytes)
         self._free[slab] = list(reversed(self._records(slab)))
         self._open.setdefault(slot_bytes, {})[slab] = None

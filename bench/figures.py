@@ -1,0 +1,63 @@
+"""How a figure is reported: one JSON line, with the reference that was measured beside it in the same run.
+
+Imported by every script of this folder. Standard library only.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+
+def report(
+    name: str,
+    value: float,
+    unit: str,
+    reference: str = "",
+    reference_value: float | None = None,
+    runs: int = 1,
+    *,
+    ratio: float | None = None,
+    **more: float | int | str,
+) -> None:
+    """Print one figure. ``ratio`` is value over reference unless given (the median of paired ratios, say)."""
+    if ratio is None and reference_value:
+        ratio = value / reference_value
+    figure = {
+        "name": name,
+        "value": _short(value),
+        "unit": unit,
+        "reference": reference,
+        "reference_value": _short(reference_value),
+        "ratio": _short(ratio),
+        "runs": runs,
+    }
+    print(json.dumps(figure | more), flush=True)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def median(values: Sequence[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that ``percent`` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def note(text: str) -> None:
+    """What a reader of the figures should know, out of their way."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
