@@ -63,9 +63,6 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     assert config.daemon.queue is not None
     mover = Mover(threads=config.daemon.io_threads, queue_bytes=config.daemon.queue)
     background = [threading.Thread(target=tiers.arena.prepare, name="arena-prepare", daemon=True)]
-    if not config.host.prefault:
-        background.clear()
-        tiers.arena.prepare()
     if tiers.disk is not None and tiers.disk.rebuilding:
         background.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
     store = Store(

@@ -41,7 +41,12 @@ def open_tiers(config: Config) -> Tiers:
     state = config.daemon.state_dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     slab = config.host.slab
-    arena = Arena(config.daemon.runtime_dir, size_bytes=config.host.size // slab * slab, slab_bytes=slab)
+    arena = Arena(
+        config.daemon.runtime_dir,
+        size_bytes=config.host.size // slab * slab,
+        slab_bytes=slab,
+        prefault=config.host.prefault,
+    )
     try:
         namespaces = Namespaces(state / "namespaces.json")
         secret = read_secret(state / "secret")

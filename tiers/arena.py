@@ -25,15 +25,16 @@ class Arena:
     Raises InUse when another live daemon owns the folder, NoRoom when the file system cannot hold ``size_bytes``.
     """
 
-    def __init__(self, folder: Path, *, size_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, folder: Path, *, size_bytes: int, slab_bytes: int, prefault: bool = True) -> None:
         assert size_bytes % slab_bytes == 0 and slab_bytes % mmap.PAGESIZE == 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / "arena"
         self.size_bytes = size_bytes
         self.slab_bytes = slab_bytes
         self.slabs = size_bytes // slab_bytes
+        self._prefault = prefault
         self.slabs_ready = 0
-        """Slabs, from the first on, that are allocated and mapped. Only grows."""
+        """Slabs, from the first on, that may be written to. Only grows."""
         self.last_error: str | None = None
         self._stopping = threading.Event()
         self._lock_fd = _own(folder / "owner.lock")
@@ -80,7 +81,7 @@ class Arena:
             )
 
     def prepare(self, slabs: int | None = None) -> None:
-        """Allocate and map slabs up to ``slabs`` (all by default). Blocks; stops at a shortage or ``close``."""
+        """Allocate slabs, and with ``prefault`` map them, up to ``slabs`` (all by default). Blocks; stops at a shortage or ``close``."""
         while self.slabs_ready < (self.slabs if slabs is None else slabs):
             start = self.slabs_ready * self.slab_bytes
             for offset in range(start, start + self.slab_bytes, PREPARE_BYTES):
@@ -89,8 +90,9 @@ class Arena:
                 length = min(PREPARE_BYTES, start + self.slab_bytes - offset)
                 try:
                     os.posix_fallocate(self._fd, offset, length)
-                    with self.view[offset : offset + length] as part:
-                        populate(part)
+                    if self._prefault:
+                        with self.view[offset : offset + length] as part:
+                            populate(part)
                 except OSError as error:
                     self.last_error = f"only {self.slabs_ready} of {self.slabs} slabs could be allocated: {error}"
                     return
