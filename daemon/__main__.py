@@ -34,9 +34,8 @@ HOUSEKEEPING_S = 1.0
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
-    logging.basicConfig(
-        level=config.daemon.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=config.daemon.log_level.upper(), format=line, stream=sys.stderr)
     started = time.monotonic()
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)

@@ -36,7 +36,10 @@ class Tiers:
 
 
 def open_tiers(config: Config) -> Tiers:
-    """Own the folders, adopt the arena, open the disk. ``config`` is resolved. Raises InUse, NoRoom, Damaged, OSError."""
+    """Own the folders, adopt the arena, open the disk. ``config`` is resolved.
+
+    Raises InUse, NoRoom, Damaged, ConfigError, or OSError when a folder cannot be used at all.
+    """
     assert config.host.size and config.host.slab
     state = config.daemon.state_dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)

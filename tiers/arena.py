@@ -81,7 +81,10 @@ class Arena:
             )
 
     def prepare(self, slabs: int | None = None) -> None:
-        """Allocate slabs, and with ``prefault`` map them, up to ``slabs`` (all by default). Blocks; stops at a shortage or ``close``."""
+        """Allocate slabs, and with ``prefault`` map them, up to ``slabs`` (all by default).
+
+        Blocks; ends early at a shortage (``last_error``) or on ``stop``.
+        """
         while self.slabs_ready < (self.slabs if slabs is None else slabs):
             start = self.slabs_ready * self.slab_bytes
             for offset in range(start, start + self.slab_bytes, PREPARE_BYTES):
