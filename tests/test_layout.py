@@ -2,12 +2,14 @@
 
 import random
 
+import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 
 from terracekv.connector.layout import Blocks, Plane, layout_of
 from terracekv.daemon.protocol import LayerGroup
 
+Floats = npt.NDArray[np.float32]
 TOKENS = 4
 FIVE = {
     "HND": layout_of(axes="HND", packing="split", layers=[(3, 8)] * 2, block_tokens=TOKENS, item_bytes=2),
@@ -18,16 +20,14 @@ FIVE = {
 }
 
 
-def plane(tensor: torch.Tensor) -> Plane:
-    """A tensor of heads, tokens, dim."""
-    heads, tokens, dim = tensor.shape
-    head_bytes, token_bytes, item_bytes = (stride * tensor.element_size() for stride in tensor.stride())
-    assert item_bytes == tensor.element_size()
-    return Plane(tensor.data_ptr(), heads, tokens, dim, (head_bytes, token_bytes))
+def plane(array: Floats) -> Plane:
+    """An array of heads, tokens, dim."""
+    heads, tokens, dim = array.shape
+    return Plane(array.ctypes.data, heads, tokens, dim, (array.strides[0], array.strides[1]))
 
 
-def random_tensor(seed: int, heads: int, tokens: int, dim: int) -> torch.Tensor:
-    return torch.rand(heads, tokens, dim, generator=torch.Generator().manual_seed(seed))
+def random_array(seed: int, heads: int, tokens: int, dim: int) -> Floats:
+    return np.random.default_rng(seed).random((heads, tokens, dim), np.float32)
 
 
 @pytest.mark.fault(5)
@@ -70,19 +70,19 @@ def test_an_unknown_layout_is_refused_by_the_name_of_the_field(changes: dict[str
 def test_a_block_is_k_then_v_of_each_layer_head_by_head() -> None:
     shapes = [(2, 8), (2, 8), (1, 8), (3, 6)]
     layout = layout_of(axes="HND", packing="split", layers=shapes, block_tokens=TOKENS, item_bytes=4)
-    tensors = [random_tensor(i, heads, 3 * TOKENS + 1, dim) for i, (heads, dim) in enumerate(shapes * 2)]
+    tensors = [random_array(i, heads, 3 * TOKENS + 1, dim) for i, (heads, dim) in enumerate(shapes * 2)]
     planes = [tensors[layer + len(shapes) * v] for layer in range(len(shapes)) for v in (0, 1)]
     blocks = Blocks.of([plane(t) for t in planes], TOKENS, 4)
     for index in (2, 0, 1):
         payload = bytearray(layout.block_bytes)
         blocks.gather(index, memoryview(payload))
-        expected = b"".join(t[:, index * TOKENS : (index + 1) * TOKENS].contiguous().numpy().tobytes() for t in planes)
+        expected = b"".join(t[:, index * TOKENS : (index + 1) * TOKENS].tobytes() for t in planes)
         assert bytes(payload) == expected
 
 
 def test_blocks_come_back_into_tensors_of_another_length_and_leave_the_rest_alone() -> None:
-    source = [random_tensor(i, 2, 2 * TOKENS, 8) for i in range(4)]
-    room = torch.full((4, 2, 5 * TOKENS + 3, 8), 7.0)
+    source = [random_array(i, 2, 2 * TOKENS, 8) for i in range(4)]
+    room = np.full((4, 2, 5 * TOKENS + 3, 8), 7, np.float32)
     stored = Blocks.of([plane(t) for t in source], TOKENS, 4)
     loaded = Blocks.of([plane(t) for t in room], TOKENS, 4)
     payload = bytearray(random.Random(1).randbytes(4 * 2 * TOKENS * 8 * 4 + 64))
@@ -91,12 +91,12 @@ def test_blocks_come_back_into_tensors_of_another_length_and_leave_the_rest_alon
         stored.gather(index, memoryview(payload))
         loaded.scatter(index, memoryview(payload))
     assert payload[-64:] == canary
-    assert torch.equal(room[:, :, : 2 * TOKENS], torch.stack(source))
-    assert torch.equal(room[:, :, 2 * TOKENS :], torch.full((4, 2, 3 * TOKENS + 3, 8), 7.0))
+    assert np.array_equal(room[:, :, : 2 * TOKENS], np.stack(source))
+    assert (room[:, :, 2 * TOKENS :] == 7).all()
 
 
 def test_a_block_past_the_end_of_the_tensors_is_refused() -> None:
-    blocks = Blocks.of([plane(random_tensor(0, 2, 3 * TOKENS - 1, 8))], TOKENS, 4)
+    blocks = Blocks.of([plane(random_array(0, 2, 3 * TOKENS - 1, 8))], TOKENS, 4)
     payload = memoryview(bytearray(2 * TOKENS * 8 * 4))
     blocks.gather(1, payload)
     with pytest.raises(ValueError, match="memory of 2"):
@@ -105,4 +105,4 @@ def test_a_block_past_the_end_of_the_tensors_is_refused() -> None:
 
 def test_tokens_that_are_not_dense_are_refused() -> None:
     with pytest.raises(ValueError, match="64 bytes apart, not 32"):
-        Blocks.of([plane(random_tensor(0, 2, 16, 8)[:, ::2])], TOKENS, 4)
+        Blocks.of([plane(random_array(0, 2, 16, 8)[:, ::2])], TOKENS, 4)

@@ -1,0 +1,457 @@
+"""Prefix caching for transformers: whatever is loaded, missed or broken, the output is that of a run without it."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.cache_utils import DynamicLayer
+
+from terracekv.connector import transformers as connector
+from terracekv.connector.client import Client, Loaded, Stored
+from terracekv.connector.layout import Blocks, Plane
+from terracekv.connector.report import tokens_by_tier
+from terracekv.connector.transformers import RoomyLayer, TerraceCache, weights_digest
+from terracekv.daemon.protocol import Found, Layout
+from terracekv.tiers.block import block_keys, namespace_id
+
+torch.set_num_threads(1)  # the models are tiny: a second thread would mostly wait
+
+BLOCK = 8
+VOCABULARY = 199
+
+
+class MemoryClient:
+    """The client's surface over a dict. ``good`` is how many blocks a load gets right before it fails."""
+
+    blocks: ClassVar[dict[bytes, bytes]] = {}
+    good: ClassVar[int | None] = None
+
+    def __init__(
+        self,
+        socket: str | Path,
+        *,
+        model: str,
+        revision: str,
+        dtype: str,
+        block_tokens: int,
+        layout: Layout,
+        engine: str,
+    ) -> None:
+        assert layout.problem(block_tokens) is None
+        self.block_tokens, self.layout = block_tokens, layout
+        self.namespace = namespace_id(
+            model=model, revision=revision, dtype=dtype, layout=layout.digest(), block_tokens=block_tokens
+        )
+        self.loads: list[int] = []
+        self.stores: list[tuple[int, int]] = []
+
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        return block_keys(self.namespace, tokens, self.block_tokens)
+
+    def lookup(self, keys: Sequence[bytes]) -> Found:
+        present = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+        return Found(0, present, {"host": present}, present, "absent" if present < len(keys) else None, 0.0)
+
+    def load(self, keys: Sequence[bytes], scatter: Callable[[int, memoryview], None]) -> Loaded:
+        self.loads.append(len(keys))
+        for index, key in enumerate(keys):
+            if index == self.good:
+                scatter(index, memoryview(b"\x7f" * len(self.blocks[key])))
+                return Loaded(index, "damaged")
+            scatter(index, memoryview(self.blocks[key]))
+        return Loaded(len(keys), None)
+
+    def store(self, keys: Sequence[bytes], gather: Callable[[int, memoryview], None], durable: bool = False) -> Stored:
+        fresh = [index for index, key in enumerate(keys) if key not in self.blocks]
+        for index in fresh:
+            payload = bytearray(self.layout.block_bytes)
+            gather(index, memoryview(payload))
+            self.blocks[keys[index]] = bytes(payload)
+        self.stores.append((len(keys), len(fresh)))
+        return Stored(len(fresh), len(keys) - len(fresh))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "Client", MemoryClient)
+    MemoryClient.blocks.clear()
+
+
+def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=12, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        initializer_range=0.3, **changes,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+MODEL = tiny()
+
+
+def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def cached(model: PreTrainedModel, **options: Any) -> TerraceCache:
+    return TerraceCache(model, socket="unused", block_tokens=BLOCK, **options)
+
+
+def answer(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> list[int]:
+    out: list[int] = model.generate(input_ids, do_sample=False, max_new_tokens=12, **kwargs)[0].tolist()
+    return out
+
+
+def answer_with(terrace: TerraceCache, input_ids: torch.Tensor, **kwargs: Any) -> tuple[list[int], Any]:
+    output, report = terrace.generate(input_ids, do_sample=False, max_new_tokens=12, **kwargs)
+    return output[0].tolist(), report
+
+
+def test_a_prompt_seen_before_is_loaded_but_for_its_last_part() -> None:
+    cache, ids = cached(MODEL), prompt(5 * BLOCK + 3)
+    expected = answer(MODEL, ids)
+    cold, first = answer_with(cache, ids)
+    warm, second = answer_with(cache, ids)
+    assert cold == warm == expected
+    assert (first.loaded_tokens, first.computed_tokens, first.stored_blocks, first.why) == ({}, 43, 5, "absent")
+    assert (second.loaded_tokens, second.computed_tokens, second.stored_blocks) == ({"host": 40}, 3, 0)
+    assert second.why is None
+    assert second.ttft_ms > second.lookup_ms + second.load_ms > 0
+
+
+def test_a_cold_run_computes_the_very_same_floats_as_without_a_cache() -> None:
+    ids = prompt(37)
+    plain = DynamicCache(config=MODEL.config)
+    with torch.no_grad():
+        logits = MODEL(ids, cache=plain, use_cache=True, logits_to_keep=1).logits[:, -1]
+    prefilled = cached(MODEL).prefill(ids)
+    assert torch.equal(prefilled.logits, logits)
+    for ours, theirs in zip(prefilled.cache.layers, plain.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_kv_is_bit_for_bit_what_was_stored_and_logits_are_close(dtype: torch.dtype) -> None:
+    model, ids = tiny(dtype=dtype), prompt(4 * BLOCK + 5)
+    cold = cached(model).prefill(ids)
+    warm = cached(model).prefill(ids)
+    assert warm.report.loaded_tokens == {"host": 4 * BLOCK}
+    for before, after in zip(cold.cache.layers, warm.cache.layers, strict=True):
+        assert torch.equal(before.keys[:, :, : 4 * BLOCK], after.keys[:, :, : 4 * BLOCK])
+        assert torch.equal(before.values[:, :, : 4 * BLOCK], after.values[:, :, : 4 * BLOCK])
+    torch.testing.assert_close(warm.logits, cold.logits, rtol=1e-3, atol=1e-4 if dtype is torch.float32 else 0.2)
+
+
+@pytest.mark.fault(91)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8]
+)
+def test_bytes_of_any_dtype_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+    """uint8 stands for formats that pack two 4-bit values into a byte; NaNs with payloads are among the bytes."""
+    shape = (2, 3, 3 * BLOCK, 10)
+    bits = random.Random(str(dtype)).randbytes(math.prod(shape) * dtype.itemsize)
+    stored = torch.frombuffer(bytearray(bits), dtype=dtype).view(shape)
+    loaded = torch.zeros_like(stored)
+
+    def blocks(kv: torch.Tensor) -> Blocks:
+        head, token = (stride * dtype.itemsize for stride in kv.stride()[1:3])
+        return Blocks.of([Plane(p.data_ptr(), 3, 3 * BLOCK, 10, (head, token)) for p in kv], BLOCK, dtype.itemsize)
+
+    for index in (2, 0, 1):
+        payload = bytearray(2 * 3 * BLOCK * 10 * dtype.itemsize)
+        blocks(stored).gather(index, memoryview(payload))
+        blocks(loaded).scatter(index, memoryview(payload))
+    assert loaded.view(torch.uint8).numpy().tobytes() == bits
+
+
+@pytest.mark.fault(13)
+@given(shared=st.integers(0, 3 * BLOCK + 2), first=st.integers(0, 2 * BLOCK), second=st.integers(0, 2 * BLOCK))
+@settings(max_examples=40, deadline=None)
+def test_exactly_the_shared_full_blocks_before_the_last_token_are_loaded(shared: int, first: int, second: int) -> None:
+    MemoryClient.blocks.clear()
+    cache = cached(MODEL)
+    common = prompt(shared)
+    one = torch.cat([common, torch.tensor([[5]]), prompt(first, 1)], dim=1)
+    two = torch.cat([common, torch.tensor([[6]]), prompt(second, 2)], dim=1)
+    cache.prefill(one)
+    prefilled = cache.prefill(two)
+    expected = shared // BLOCK * BLOCK
+    assert sum(prefilled.report.loaded_tokens.values()) == expected
+    assert prefilled.report.computed_tokens == two.shape[1] - expected
+    torch.testing.assert_close(prefilled.logits, MODEL(two).logits[:, -1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.fault(13)
+def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed_nevertheless() -> None:
+    cache, ids = cached(MODEL), prompt(3 * BLOCK)
+    expected, _ = answer_with(cache, ids)
+    warm, report = answer_with(cache, ids)
+    assert warm == expected
+    assert (report.loaded_tokens, report.computed_tokens, report.why) == ({"host": 2 * BLOCK}, BLOCK, None)
+    assert set(MemoryClient.blocks) == set(cache._client.keys(ids[0].tolist()))  # type: ignore[union-attr]
+
+
+def test_a_prompt_without_a_full_block_before_its_end_asks_nobody() -> None:
+    for tokens in (1, BLOCK - 1, BLOCK):
+        ids = prompt(tokens)
+        text, report = answer_with(cached(MODEL), ids)
+        assert text == answer(MODEL, ids)
+        assert (report.why, report.computed_tokens) == ("shorter_than_block", tokens)
+
+
+@pytest.mark.fault(7)
+@pytest.mark.fault(8)
+@pytest.mark.parametrize("good", [0, 1, 3])
+def test_a_load_that_fails_midway_is_computed_from_there(good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, ids = cached(MODEL), prompt(4 * BLOCK + 2)
+    expected = answer(MODEL, ids)
+    cache.prefill(ids)
+    monkeypatch.setattr(MemoryClient, "good", good)
+    text, report = answer_with(cache, ids)
+    assert text == expected
+    assert sum(report.loaded_tokens.values()) == good * BLOCK
+    assert report.computed_tokens == 4 * BLOCK + 2 - good * BLOCK
+    assert report.why == "damaged"
+
+
+def test_without_a_daemon_the_engine_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(connector, "Client", Client)
+    cache, ids = TerraceCache(MODEL, socket=tmp_path / "none.sock", block_tokens=BLOCK), prompt(4 * BLOCK)
+    try:
+        text, report = answer_with(cache, ids)
+    finally:
+        cache.close()
+    assert text == answer(MODEL, ids)
+    assert (report.why, report.loaded_tokens, report.stored_blocks) == ("no_daemon", {}, 0)
+    assert cache.prefill(ids).report.why == "closed"
+
+
+def test_answers_are_stored_only_when_that_is_asked() -> None:
+    cache, ids = cached(MODEL), prompt(2 * BLOCK - 1)
+    text, report = answer_with(cache, ids)
+    assert report.stored_blocks == 1
+    text, report = answer_with(cache, ids, store_output=True)
+    assert report.stored_blocks == 2  # 15 tokens and 11 of the answer: the KV of its last token was never computed
+    follow_up = torch.tensor([text + [7, 8, 9]])
+    longer, report = answer_with(cache, follow_up)
+    assert longer == answer(MODEL, follow_up)
+    assert report.loaded_tokens == {"host": 3 * BLOCK}
+
+
+def test_an_answer_that_outgrows_its_room_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "AHEAD_TOKENS_MAX", 2)
+    cache, ids = cached(MODEL), prompt(3 * BLOCK + 1)
+    expected = answer(MODEL, ids)
+    assert answer_with(cache, ids, store_output=True)[0] == expected
+    text, report = answer_with(cache, ids)
+    assert text == expected
+    assert report.loaded_tokens == {"host": 3 * BLOCK}
+    grown, report = answer_with(cache, torch.tensor([expected]))
+    assert grown == answer(MODEL, torch.tensor([expected]))
+    assert report.loaded_tokens == {"host": 4 * BLOCK}
+
+
+def test_a_cache_returned_by_prefill_serves_a_loop_of_ones_own() -> None:
+    cache, ids = cached(MODEL), prompt(2 * BLOCK + 3)
+    expected = answer(MODEL, ids)
+    cache.prefill(ids)
+    kv, logits, report = cache.prefill(ids, ahead_tokens=12)
+    assert report.loaded_tokens == {"host": 2 * BLOCK}
+    tokens = ids[0].tolist()
+    with torch.no_grad():
+        for _ in range(12):
+            tokens.append(int(logits.argmax()))
+            logits = MODEL(torch.tensor([tokens[-1:]]), cache=kv, use_cache=True).logits[:, -1]
+    assert tokens == expected
+
+
+@pytest.mark.fault(5)
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: tiny(seed=1), id="other weights"),
+        pytest.param(lambda: tiny(dtype=torch.bfloat16), id="other dtype"),
+        pytest.param(lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), id="other config"),
+    ],
+)
+def test_blocks_of_another_model_are_misses(other: Callable[[], PreTrainedModel]) -> None:
+    ids = prompt(4 * BLOCK)
+    cached(MODEL).prefill(ids)
+    assert cached(MODEL).prefill(ids).report.loaded_tokens == {"host": 3 * BLOCK}
+    report = cached(other()).prefill(ids).report
+    assert (report.loaded_tokens, report.why) == ({}, "absent")
+
+
+def test_the_digest_of_weights_is_that_of_their_bytes_and_notices_one_changed_element() -> None:
+    one, two = tiny(), tiny()
+    assert weights_digest(one) == weights_digest(two)
+    with torch.no_grad():
+        for name, tensor in two.named_parameters():
+            place = tensor.view(-1)[tensor.numel() * 2 // 3 : tensor.numel() * 2 // 3 + 1]
+            before = place.clone()
+            place += 2**-10
+            assert weights_digest(one) != weights_digest(two), name
+            place.copy_(before)
+        assert weights_digest(one) == weights_digest(two)
+        down = two.get_parameter("model.layers.1.mlp.down_proj.weight")
+        down.copy_(down.flip(0))
+        assert weights_digest(one) != weights_digest(two)
+
+
+def sliding() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=12, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return MistralForCausalLM(config).eval()
+
+
+def stretched() -> PreTrainedModel:
+    return tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=16)
+
+
+def adapted() -> PreTrainedModel:
+    model = tiny()
+    model.peft_config = {}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [(sliding, "DynamicSlidingWindowLayer"), (stretched, "rope_type dynamic"), (adapted, "adapters")],
+)
+def test_a_model_whose_kv_is_not_its_prefix_alone_runs_without_a_cache_and_says_so(
+    make: Callable[[], PreTrainedModel], named: str
+) -> None:
+    ids = prompt(5 * BLOCK)
+    cache = cached(make())
+    assert named in str(cache.unfit)
+    text, report = answer_with(cache, ids)
+    assert text == answer(make(), ids)
+    assert named in report.why
+    assert (report.loaded_tokens, report.stored_blocks, report.computed_tokens) == ({}, 0, 5 * BLOCK)
+    assert named in str(cache.prefill(ids).report.why)
+    assert MemoryClient.blocks == {}
+
+
+def test_an_encoder_decoder_is_refused_by_name() -> None:
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    assert "T5ForConditionalGeneration" in str(cached(T5ForConditionalGeneration(config).eval()).unfit)
+
+
+def padded() -> dict[str, Any]:
+    mask = torch.ones(1, 5 * BLOCK, dtype=torch.long)
+    mask[0, :3] = 0
+    return {"attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (padded, "attention_mask"),
+        (lambda: {"generation_config": GenerationConfig(pad_token_id=int(prompt(5 * BLOCK)[0, 3]))}, "attention_mask"),
+        (lambda: {"position_ids": torch.arange(1, 5 * BLOCK + 1)[None]}, "position_ids"),
+        (lambda: {"num_beams": 2}, "beam_search"),
+        (lambda: {"num_beams": 2, "num_return_sequences": 2}, "beam_search"),
+        (lambda: {"cache_implementation": "static"}, "cache_implementation"),
+        (lambda: {"use_cache": False}, "use_cache"),
+        (lambda: {"cache": DynamicCache(config=MODEL.config)}, "cache:"),
+    ],
+)
+def test_a_call_that_brings_more_than_token_ids_runs_without_a_cache_and_says_so(
+    call: Callable[[], dict[str, Any]], named: str
+) -> None:
+    cache, ids = cached(MODEL), prompt(5 * BLOCK)
+    cache.prefill(ids)
+    text, report = answer_with(cache, ids, **call())
+    assert text == answer(MODEL, ids, **call())
+    assert named in report.why
+    assert (report.loaded_tokens, report.stored_blocks) == ({}, 0)
+
+
+def test_several_prompts_at_once_and_a_model_in_training_are_not_cached() -> None:
+    cache = cached(MODEL)
+    assert "one prompt at a time" in str(cache.prefill(prompt(4 * BLOCK).view(2, -1)).report.why)
+    MODEL.train()
+    try:
+        assert "training" in str(cache.prefill(prompt(4 * BLOCK)).report.why)
+    finally:
+        MODEL.eval()
+    assert MemoryClient.blocks == {}
+
+
+def test_an_all_ones_mask_and_criteria_of_the_callers_own_are_honoured() -> None:
+    cache, ids = cached(MODEL), prompt(3 * BLOCK + 2)
+    seen: list[int] = []
+
+    def stop_after_four(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(input_ids.shape[1])
+        return torch.tensor([input_ids.shape[1] >= ids.shape[1] + 4])
+
+    for _ in range(2):
+        text, report = answer_with(cache, ids, attention_mask=torch.ones_like(ids), stopping_criteria=[stop_after_four])
+        assert len(text) == ids.shape[1] + 4
+    assert report.loaded_tokens == {"host": 3 * BLOCK}
+    assert seen == 2 * [ids.shape[1] + n for n in (1, 2, 3, 4)]
+
+
+@given(st.lists(st.sampled_from(("append 1", "append 3", "crop", "repeat", "select", "reorder", "reset")), max_size=8))
+@settings(deadline=None)
+def test_a_roomy_layer_is_a_dynamic_layer_whatever_is_done_to_it(steps: list[str]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    plain, roomy = DynamicLayer(), RoomyLayer(*torch.full((2, 1, 2, 10, 4), 9.0))
+    batch = 1
+    for step in steps:
+        if step.startswith("append"):
+            keys, values = torch.rand(2, batch, 2, int(step[-1]), 4, generator=generator)
+            for one, other in zip(plain.update(keys, values), roomy.update(keys, values), strict=True):
+                assert torch.equal(one, other)
+            continue
+        batch = (
+            2 * batch if step == "repeat" and plain.get_seq_length() else 1 if step in ("select", "reset") else batch
+        )
+        for layer in (plain, roomy):
+            if step == "crop" and layer.get_seq_length():
+                layer.crop(-1)
+            elif step == "repeat":
+                layer.batch_repeat_interleave(2)
+            elif step == "select":
+                layer.batch_select_indices(torch.tensor([0]))
+            elif step == "reorder":
+                layer.reorder_cache(torch.arange(batch - 1, -1, -1))
+            elif step == "reset":
+                layer.reset()
+        assert plain.get_seq_length() == roomy.get_seq_length()
+        if plain.get_seq_length():
+            assert torch.equal(plain.keys, roomy.keys) and torch.equal(plain.values, roomy.values)
+
+
+def test_tokens_are_counted_by_the_highest_tier_that_has_them() -> None:
+    assert tokens_by_tier({"host": 3, "disk": 5}, 5, 16) == {"host": 48, "disk": 32}
+    assert tokens_by_tier({"host": 3, "disk": 5}, 4, 16) == {"host": 48, "disk": 16}
+    assert tokens_by_tier({"host": 0, "disk": 5, "s3": 9}, 7, 1) == {"disk": 5, "s3": 2}
+    assert tokens_by_tier({"host": 3}, 0, 16) == {}
