@@ -67,7 +67,8 @@ class Shelf:
         synced: bool = False,
     ) -> None:
         """``ends`` names the segments that hold blocks and the page after their last record; None when unknown: all
-        are then taken for full. ``synced`` vouches for what they hold. ``limit_bytes`` answers what all files together may take, and takes no lock."""
+        are then taken for full. ``synced`` vouches for their bytes on the medium. ``limit_bytes`` answers what all
+        files together may take, and takes no lock."""
         self.files = files
         self.segment_bytes = segment_bytes
         self.limit_bytes = limit_bytes

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from terracekv.tests.blocks import registered
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.tier import Tier
 
-BLOCK_BYTES = 20_000
-"""Not a multiple of the page."""
 HOLDS_BYTES = 8 << 20
 
 Opener = Callable[[Path, Namespaces, int], AbstractContextManager[Tier]]
@@ -59,17 +58,3 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path, namespaces: Namespaces)
     with OPENERS[request.param](tmp_path, namespaces, HOLDS_BYTES) as opened:
         yield opened
         opened.check()
-
-
-def registered(namespaces: Namespaces, seed: int, block_bytes: int = BLOCK_BYTES) -> Namespace:
-    return namespaces.register(
-        Namespace(
-            id=bytes([seed]) * 32,
-            number=0,
-            epoch=0,
-            model=f"model {seed}",
-            block_tokens=16,
-            shards=1,
-            block_bytes=block_bytes,
-        )
-    )

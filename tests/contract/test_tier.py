@@ -1,38 +1,17 @@
 """What every tier keeps, whatever its medium. Who opens the tiers: ``conftest.py``."""
 
-import hashlib
 import mmap
 import random
-import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from terracekv.tests.contract.conftest import BLOCK_BYTES, HOLDS_BYTES, OPENERS, registered
-from terracekv.tiers.block import block_id
+from terracekv.tests.blocks import BLOCK_BYTES, get, in_threads, name, payload_of, put, registered, verified
+from terracekv.tests.contract.conftest import HOLDS_BYTES, OPENERS
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.tier import PAGE, Outcome, Tier
-
-
-def name(index: int, shard: int = 0) -> bytes:
-    return block_id(hashlib.sha256(b"block %d" % index).digest(), shard)
-
-
-def payload_of(id: bytes, salt: bytes = b"", size: int = BLOCK_BYTES) -> bytes:
-    """Bytes that say whose they are."""
-    return hashlib.shake_128(id + salt).digest(size)
-
-
-def put(tier: Tier, namespace: Namespace, id: bytes, payload: bytes | None = None) -> Outcome:
-    payload = payload_of(id, namespace.id, namespace.block_bytes) if payload is None else payload
-    return tier.put(namespace, id, memoryview(payload), checksum(payload))
-
-
-def get(tier: Tier, namespace: Namespace, id: bytes) -> tuple[Outcome, bytes]:
-    into = bytearray(namespace.block_bytes)
-    outcome = tier.get(namespace, id, memoryview(into))
-    return outcome, bytes(into) if outcome is Outcome.HIT else b""
 
 
 def test_a_stored_block_is_listed_and_comes_back_whole(tier: Tier, namespace: Namespace) -> None:
@@ -115,9 +94,7 @@ def test_more_than_fits_is_stored_by_evicting(tier: Tier, namespace: Namespace) 
     assert status.counters.evictions["capacity"] >= total // 2
     assert status.blocks + status.counters.evictions["capacity"] == total
     assert get(tier, namespace, name(total - 1)) == (Outcome.HIT, payload_of(name(total - 1), namespace.id))
-    for index in range(total):
-        if tier.leading(namespace, [name(index)]):
-            assert get(tier, namespace, name(index)) == (Outcome.HIT, payload_of(name(index), namespace.id))
+    assert verified(tier, namespace, map(name, range(total))) == status.blocks
 
 
 def test_a_block_that_can_never_fit_is_refused_and_not_listed(
@@ -187,16 +164,10 @@ def test_eight_threads_only_ever_see_whole_blocks_of_their_own_name(tier: Tier, 
                 elif outcome not in (Outcome.HIT, Outcome.MISS):
                     wrong.append(f"get answered {outcome}")
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, seed) for seed in range(8)))
     assert not wrong, wrong[:3]
     assert hits
-    listed = sum(tier.leading(namespace, [id]) for id in names)
-    assert listed == tier.status().blocks
-    assert listed == sum(get(tier, namespace, id)[0] is Outcome.HIT for id in names)
+    assert verified(tier, namespace, names) == tier.status().blocks
 
 
 def test_closing_twice_is_harmless(tmp_path: Path, namespaces: Namespaces) -> None:
