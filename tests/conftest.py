@@ -35,17 +35,20 @@ def _descriptors() -> set[str]:
 
 def _children() -> set[str]:
     found = set[str]()
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
+    for task in Path("/proc/self/task").iterdir():
         try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            command = (folder / "cmdline").read_text().replace("\0", " ")
+            pids = (task / "children").read_text().split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[1]) == os.getpid() and "resource_tracker" not in command:
-            found.add(f"child {folder.name} ({fields[0]}) {command[:80]}")
+        found |= {f"child {pid}" for pid in pids if "resource_tracker" not in _command(pid)}
     return found
+
+
+def _command(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()[:80] or "that has ended unwaited for"
+    except (FileNotFoundError, ProcessLookupError):
+        return "that is gone"
 
 
 def _shared_memory() -> set[str]:
@@ -63,10 +66,11 @@ def nothing_is_left_behind() -> Iterator[None]:
     before = _held()
     yield
     until = time.monotonic() + GRACE_S
-    gc.collect()
     while (left := _held() - before) and time.monotonic() < until:
+        gc.collect()  # what only a cycle of garbage still holds
         time.sleep(0.02)
-    assert not left, "left behind: " + "; ".join(sorted(left))
+    told = [f"{name} {_command(name[6:])}" if name.startswith("child ") else name for name in sorted(left)]
+    assert not left, "left behind: " + "; ".join(told)
 
 
 @pytest.fixture
