@@ -22,7 +22,7 @@ from terracekv.tiers.tier import Counters, Outcome, TierStatus
 
 DAEMON = 0
 """The session number under which the daemon itself writes slots (promotion, HTTP)."""
-BATCH = 1024
+BATCH = 128
 
 
 class Space(NamedTuple):
