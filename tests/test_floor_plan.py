@@ -19,6 +19,8 @@ MAY_IMPORT = {
 }
 LIBRARIES = {
     "aiohttp": {"daemon/http_door.py"},
+    "boto3": {"tiers/bucket.py"},
+    "botocore": {"tiers/bucket.py"},
     "lmdb": {"tiers/catalog.py"},
     "msgspec": {
         "connector/connection.py",
@@ -27,7 +29,7 @@ LIBRARIES = {
         "daemon/http_door.py",
         "daemon/protocol.py",
     },
-    "numpy": {"kernels/host.py"},
+    "numpy": {"kernels/host.py", "kernels/planes.py"},
     "prometheus_client": {"daemon/metrics.py"},
     "rich": {"daemon/cli.py"},
     "torch": {"connector/transformers.py"},
@@ -35,9 +37,10 @@ LIBRARIES = {
     "typer": {"daemon/cli.py"},
     "uvloop": {"daemon/__main__.py"},
     "xxhash": {"tiers/checksum.py"},
+    "zstandard": {"tiers/codec.py"},
 }
 """The modules that may import a library. What is not named here may be imported nowhere."""
-BROAD_EXCEPT = {"daemon/__main__.py": 1, "daemon/engine_door.py": 3, "daemon/mover.py": 1}
+BROAD_EXCEPT = {"daemon/__main__.py": 1, "daemon/engine_door.py": 3, "daemon/mover.py": 1, "tiers/s3.py": 1}
 """How often a module may catch ``Exception``: once for the outermost frame of each kind of task that it runs."""
 READS_ENVIRONMENT = {"daemon/config.py"}
 ONLY_NAMES = {"tiers/errors.py"}

@@ -1,0 +1,361 @@
+"""One bucket of an S3-compatible service, one attempt at a time. The only boto3 and botocore imports.
+
+Owns the client. Called by the s3 tier and its helpers from any thread; whoever retries, and when, is ``caller``.
+Imports ``errors``, ``s3_errors`` and ``s3_settings``.
+
+What boto3 would do by default and why it is switched off: its checksums and trailers (other services reject them, or
+store the framing as data), its own retries (they know no deadline), ``Expect: 100-continue`` (a round trip more), and
+reading a body through three buffers.
+"""
+
+import http.client
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    NoAuthTokenError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+)
+
+from terracekv.tiers.errors import ConfigError
+from terracekv.tiers.s3_errors import MISSING, Forbidden, NoBucket, Refused, Unreachable, error_of
+from terracekv.tiers.s3_settings import S3Settings
+
+PIECE_BYTES = 256 << 10
+"""Sent or received between two looks at the clock."""
+_FORBIDDEN_S = 60.0
+"""A 403 on a name that may be missing is looked into once in so many seconds."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """What a server says of an object. ``age_s`` is by the server's own clock."""
+
+    key: str
+    size: int
+    age_s: float
+    etag: str = ""
+
+
+class Body:
+    """An object's bytes on their way. One thread's; only within ``Bucket.get``."""
+
+    def __init__(self, about: Object, stream: Any, deadline: float, timeout_s: float) -> None:
+        self.about = about
+        self.waited_s = 0.0
+        """Time spent in reading, so without what the reader did in between."""
+        self._stream = stream
+        self._deadline = deadline
+        self._timeout_s = timeout_s
+        raw = getattr(stream, "_raw_stream", None)
+        reader = getattr(raw, "_fp", None)
+        # urllib3 and botocore would copy every byte twice more, under the interpreter lock.
+        straight = isinstance(reader, http.client.HTTPResponse) and not reader.chunked and reader.length is not None
+        self._http: Any = reader if straight else None
+        self._raw: Any = raw
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view``, and never a byte beside it. Unreachable when the body ends before or the time is over."""
+        started = time.monotonic()
+        done = 0
+        while done < len(view):
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                raise Unreachable(f"{self.about.key}: not read in time")
+            if left_s < self._timeout_s:
+                self._stream.set_socket_timeout(left_s)
+            count = self._receive(view[done : done + PIECE_BYTES])
+            if not count:
+                raise Unreachable(f"{self.about.key}: the body ends before its length")
+            done += count
+        self.waited_s += time.monotonic() - started
+
+    def _receive(self, view: memoryview) -> int:
+        reader = self._http
+        try:
+            if reader is None:
+                part = self._stream.read(len(view))
+                view[: len(part)] = part
+                return len(part)
+            if not reader.length:
+                return 0
+            # One recv at most: a server that trickles cannot keep us past the deadline.
+            count = int(reader.fp.readinto1(view[: reader.length]))
+            reader.length -= count
+            return count
+        except (OSError, BotoCoreError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.about.key}: {error}") from error
+
+    def finish(self) -> None:
+        """Give the connection back for reuse when all was read, else end it."""
+        if self._http is not None and self._http.length == 0:
+            self._http.close()
+            self._raw.release_conn()
+        else:
+            self._stream.close()
+
+
+class _Upload:
+    """Buffers as one file of known length: what botocore takes as a body, without joining them. The buffers it hands
+    out may be larger than asked for: whoever asks sends or hashes whatever it gets."""
+
+    def __init__(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
+        self._pieces = [
+            memoryview(buffer)[start : start + PIECE_BYTES]
+            for buffer in buffers
+            for start in range(0, len(buffer), PIECE_BYTES)
+        ]
+        self._length = sum(map(len, self._pieces))
+        self._deadline = deadline
+        self._next = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __bool__(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> memoryview | bytes:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError("not sent in time")
+        if self._next == len(self._pieces):
+            return b""
+        self._next += 1
+        return self._pieces[self._next - 1]
+
+    def tell(self) -> int:
+        return 0 if not self._next else sum(map(len, self._pieces[: self._next]))
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert whence == 0 and offset == 0, "rewound only as a whole"
+        self._next = 0
+        return 0
+
+
+class Bucket:
+    """Methods make one attempt and raise what ``s3_errors.error_of`` makes of its answer. ``deadline`` is of
+    ``time.monotonic``."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        """Makes the client, before any thread needs it; connects to nobody yet. ConfigError for an unknown profile."""
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._call = threading.local()
+        self._forbidden_until = float("-inf")
+        self._warned = set[str]()
+        self.generation = 0
+        """Of the credentials; see ``refresh``."""
+        self._client = self._connect()
+
+    def refresh(self, seen: int) -> None:
+        """Read the credentials anew from wherever they come, unless another thread has done so since ``seen``."""
+        with self._lock:
+            if self.generation == seen:
+                self._client = self._connect()
+                self.generation += 1
+
+    def close(self) -> None:
+        """Close idle connections."""
+        self._client.close()
+
+    def head(self, key: str, deadline: float) -> Object | None:
+        """None when there is no such object, or we may not know."""
+        response = self._ask("head_object", deadline, missing=True, Key=key)
+        return None if response is None else _about(key, response)
+
+    @contextmanager
+    def get(self, key: str, deadline: float) -> Iterator[Body | None]:
+        """The object's body, None when there is no such object."""
+        response = self._ask("get_object", deadline, missing=True, Key=key)
+        if response is None:
+            yield None
+            return
+        body = Body(_about(key, response), response["Body"], deadline, self._timeout(deadline))
+        try:
+            yield body
+        finally:
+            body.finish()
+
+    def read(self, key: str, size_max: int, deadline: float) -> tuple[bytes, str] | None:
+        """A small object whole, with its etag."""
+        with self.get(key, deadline) as body:
+            if body is None:
+                return None
+            content = memoryview(bytearray(min(body.about.size, size_max)))
+            body.read_into(content)
+            return bytes(content), body.about.etag
+
+    def put(self, key: str, buffers: Sequence[memoryview | bytes], deadline: float, **conditions: Any) -> None:
+        """Store the buffers, one after the other. ``conditions``: ``IfNoneMatch``, ``IfMatch``; Raced when not met."""
+        body = _Upload(buffers, deadline)
+        self._ask("put_object", deadline, Key=key, Body=body, ContentLength=len(body), **conditions)
+
+    def delete(self, key: str, deadline: float) -> None:
+        """No error when it is gone."""
+        self._ask("delete_object", deadline, missing=True, Key=key)
+
+    def renew(self, key: str, deadline: float) -> bool:
+        """Begin an object's lifetime anew, by a copy inside the server; False when it is gone."""
+        source = {"Bucket": self.settings.bucket, "Key": key}
+        # A copy onto itself is only allowed when something about it changes.
+        mark = {"renewed": datetime.now(UTC).isoformat(timespec="seconds")}
+        copied = self._ask(
+            "copy_object",
+            deadline,
+            missing=True,
+            Key=key,
+            CopySource=source,
+            MetadataDirective="REPLACE",
+            Metadata=mark,
+        )
+        return copied is not None
+
+    def list(self, prefix: str, deadline_s: float) -> Iterator[Object]:
+        """All objects whose keys begin so, in order of keys; each page has ``deadline_s`` seconds."""
+        more: dict[str, Any] = {}
+        while True:
+            page = self._ask("list_objects_v2", time.monotonic() + deadline_s, Prefix=prefix, MaxKeys=1000, **more)
+            now = _server_time(page)
+            for row in page.get("Contents", ()):
+                age_s = (now - row["LastModified"]).total_seconds()
+                yield Object(row["Key"], int(row["Size"]), age_s, row.get("ETag", ""))
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def found(self, deadline: float) -> bool | None:
+        """Whether the bucket is there; None when we may not know."""
+        try:
+            self._ask("head_bucket", deadline)
+        except NoBucket:
+            return False
+        except (Forbidden, Refused):
+            return None
+        return True
+
+    def create(self, deadline: float) -> None:
+        """Make the bucket."""
+        region = self.settings.region
+        where: dict[str, Any] = (
+            {} if region == "us-east-1" else {"CreateBucketConfiguration": {"LocationConstraint": region}}
+        )
+        self._ask("create_bucket", deadline, **where)
+
+    def warn_once(self, text: str) -> None:
+        """Say something in the log, the first time only."""
+        with self._lock:
+            if text in self._warned:
+                return
+            self._warned.add(text)
+        log.warning("%s", text)
+
+    def _connect(self) -> Any:
+        settings = self.settings
+        session = botocore.session.Session()
+        if settings.credentials_file:
+            session.set_config_variable("credentials_file", settings.credentials_file)
+        path_style = settings.path_style if settings.path_style is not None else settings.endpoint is not None
+        tls = settings.endpoint is None or settings.endpoint.startswith("https:")
+        config = Config(
+            connect_timeout=settings.connect_timeout_s,
+            read_timeout=settings.read_timeout_s,
+            max_pool_connections=settings.workers + settings.head_workers + 1,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            signature_version="s3v4",
+            s3={
+                "addressing_style": "path" if path_style else "auto",
+                "payload_signing_enabled": not (tls or settings.unsigned_payload),
+            },
+        )
+        try:
+            client = boto3.Session(botocore_session=session, profile_name=settings.profile).client(
+                "s3",
+                endpoint_url=settings.endpoint,
+                region_name=settings.region,
+                config=config,
+                verify=settings.ca_bundle or True,
+            )
+        except ProfileNotFound as error:
+            raise ConfigError(f"s3 credentials: {error}", "name a profile of the credentials file") from error
+        client.meta.events.register_last("request-created.s3", self._created)
+        return client
+
+    def _created(self, request: Any, **_: Any) -> None:
+        """Runs in the calling thread, between signing and sending."""
+        request.headers.pop("Expect", None)
+        request.context["read_timeout"] = self._timeout(self._call.deadline)
+
+    def _timeout(self, deadline: float) -> float:
+        return max(0.01, min(self.settings.read_timeout_s, deadline - time.monotonic()))
+
+    def _ask(self, operation: str, deadline: float, *, missing: bool = False, **parameters: Any) -> Any:
+        """One call; None for a 404 where one is expected."""
+        if time.monotonic() >= deadline:
+            raise Unreachable(f"{operation}: no time is left")
+        self._call.deadline = deadline
+        try:
+            return getattr(self._client, operation)(Bucket=self.settings.bucket, **parameters)
+        except ClientError as error:
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            if operation == "head_object" and status in (400, 403):
+                # The answer to a HEAD has no body that would say why.
+                return self._forbidden(parameters["Key"], deadline)
+            if missing and (code in MISSING or (code == "AccessDenied" and operation != "delete_object")):
+                if code == "AccessDenied":
+                    self._warn_of_forbidden()
+                return None
+            message = str(error.response.get("Error", {}).get("Message", ""))
+            raise error_of(operation, code, status, message) from error
+        except (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, NoAuthTokenError) as error:
+            raise Refused(f"s3 credentials: {error}", "set a profile, or what boto3 looks for") from error
+        except (BotoCoreError, OSError) as error:
+            raise Unreachable(f"{operation}: {error}") from error
+
+    def _forbidden(self, key: str, deadline: float) -> None:
+        """A HEAD was answered 403 (or 400): the object is missing and we may not list, or our credentials are no good.
+        A ranged GET tells, as its error has a body; asked once in a while, and a miss in between."""
+        if time.monotonic() < self._forbidden_until:
+            return
+        if self._ask("get_object", deadline, missing=True, Key=key, Range="bytes=0-0") is None:
+            self._forbidden_until = time.monotonic() + _FORBIDDEN_S
+
+    def _warn_of_forbidden(self) -> None:
+        self.warn_once(
+            f"bucket {self.settings.bucket} answers 403 where an object is missing or forbidden: taken as missing. "
+            "Grant s3:ListBucket on the bucket (and s3:GetObject on its objects) to tell the two apart"
+        )
+
+
+def _about(key: str, response: Any) -> Object:
+    modified = response.get("LastModified")
+    age_s = max(0.0, (_server_time(response) - modified).total_seconds()) if modified else 0.0
+    return Object(key, int(response.get("ContentLength", -1)), age_s, response.get("ETag", ""))
+
+
+def _server_time(response: Any) -> datetime:
+    """The server's clock: ages are differences of two of its own times."""
+    stated = response["ResponseMetadata"]["HTTPHeaders"].get("date")
+    try:
+        return parsedate_to_datetime(stated).astimezone(UTC)
+    except (TypeError, ValueError):
+        return datetime.now(UTC)

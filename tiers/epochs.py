@@ -1,0 +1,119 @@
+"""The epoch of a namespace as all nodes of a bucket see it: one small object beside the namespace's blocks.
+
+Owns when each namespace was last compared, and which flushes the bucket has not heard of. Called by the s3 tier from
+worker threads. Imports ``caller``, ``errors``, ``namespace`` and ``s3_errors``.
+
+Epochs only grow, here and in the bucket, and whoever sees a higher one takes it over. So nodes agree without talking,
+a node that was away learns of a flush before it reads or writes, and a flush that the bucket misses is made up for.
+"""
+
+import threading
+import time
+
+from terracekv.tiers.caller import Caller
+from terracekv.tiers.errors import TierDown
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.s3_errors import Raced
+
+_RACES_MAX = 8
+_SIZE_MAX = 32
+
+
+class Epochs:
+    """Thread-safe. Methods raise TierDown when the bucket cannot be asked."""
+
+    def __init__(self, caller: Caller, namespaces: Namespaces) -> None:
+        self._caller = caller
+        self._namespaces = namespaces
+        self._ttl_s = caller.bucket.settings.epoch_ttl_s
+        self._lock = threading.Lock()
+        self._asking: dict[bytes, threading.Lock] = {}
+        self._compared: dict[bytes, float] = {}
+        self._unheard = set[bytes]()
+
+    @property
+    def unheard(self) -> int:
+        """Flushes that the bucket has not heard of."""
+        return len(self._unheard)
+
+    def key(self, id: bytes) -> str:
+        """Where a namespace's epoch is kept."""
+        return f"{self._caller.bucket.settings.root}{id.hex()}/epoch"
+
+    def current(self, namespace: Namespace, deadline: float) -> bool:
+        """Whether a snapshot is still that of now, as the bucket has it: asked for when last asked ``epoch_ttl_s`` ago.
+
+        Before the first answer all callers wait for it; later on one asks and the others go by what is known.
+        """
+        compared = self._compared.get(namespace.id)
+        if compared is None or time.monotonic() - compared > self._ttl_s:
+            with self._lock:
+                asking = self._asking.setdefault(namespace.id, threading.Lock())
+            if asking.acquire(blocking=compared is None, timeout=-1):
+                try:
+                    if self._compared.get(namespace.id) == compared:
+                        self._compare(namespace.id, deadline)
+                finally:
+                    asking.release()
+        return self._namespaces.is_current(namespace)
+
+    def flush(self, namespace: Namespace, deadline: float) -> None:
+        """Tell the bucket of a flush, after the local epoch was raised. TierDown: it is told at the next chance."""
+        with self._lock:
+            self._unheard.add(namespace.id)
+            self._compared.pop(namespace.id, None)
+        self._raise(namespace.id, deadline)
+
+    def _compare(self, id: bytes, deadline: float) -> None:
+        if id in self._unheard:
+            self._raise(id, deadline)
+            return
+        for _ in range(_RACES_MAX):
+            there, etag = self._read(id, deadline)
+            here = self._epoch(id)
+            if there >= here or self._write(id, here, etag, deadline):
+                self._took(id, there)
+                return
+        raise TierDown(f"{self.key(id)} changes all the time", "is another program writing to the bucket?")
+
+    def _raise(self, id: bytes, deadline: float) -> None:
+        for _ in range(_RACES_MAX):
+            there, etag = self._read(id, deadline)
+            # Another node that flushed at the same time may have stored blocks under its new epoch already.
+            wanted = max(self._epoch(id), there + 1)
+            if self._write(id, wanted, etag, deadline):
+                self._took(id, wanted)
+                with self._lock:
+                    self._unheard.discard(id)
+                return
+        raise TierDown(f"{self.key(id)} changes all the time", "is another program writing to the bucket?")
+
+    def _took(self, id: bytes, epoch: int) -> None:
+        if epoch > self._epoch(id):
+            self._namespaces.adopt(id, epoch)
+        self._compared[id] = time.monotonic()
+
+    def _epoch(self, id: bytes) -> int:
+        known = self._namespaces.get(id)
+        return known.epoch if known else 0
+
+    def _read(self, id: bytes, deadline: float) -> tuple[int, str]:
+        """The bucket's epoch, 0 when there is none, with the etag of its object."""
+        found = self._caller.call(lambda: self._caller.bucket.read(self.key(id), _SIZE_MAX, deadline), deadline)
+        if found is None:
+            return 0, ""
+        content, etag = found
+        if not content.isdigit() or int(content) >= 2**32:
+            # Not to be guessed at: a lower one would bring back what was flushed.
+            raise TierDown(f"{self.key(id)} is damaged", "write the namespace's epoch there, or remove it and flush")
+        return int(content), etag
+
+    def _write(self, id: bytes, epoch: int, etag: str, deadline: float) -> bool:
+        """Replace exactly what was read; False when somebody was quicker."""
+        condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
+        content = b"%d" % epoch
+        try:
+            self._caller.call(lambda: self._caller.bucket.put(self.key(id), [content], deadline, **condition), deadline)
+        except Raced:
+            return False
+        return True
