@@ -37,7 +37,7 @@ from terracekv.tiers.s3_errors import MISSING, Forbidden, NoBucket, Refused, Unr
 from terracekv.tiers.s3_settings import S3Settings
 
 PIECE_BYTES = 256 << 10
-"""Sent or received between two looks at the clock."""
+"""Sent between two looks at the clock."""
 _FORBIDDEN_S = 60.0
 """A 403 on a name that may be missing is looked into once in so many seconds."""
 
@@ -81,7 +81,7 @@ class Body:
                 raise Unreachable(f"{self.about.key}: not read in time")
             if left_s < self._timeout_s:
                 self._stream.set_socket_timeout(left_s)
-            count = self._receive(view[done : done + PIECE_BYTES])
+            count = self._receive(view[done:])
             if not count:
                 raise Unreachable(f"{self.about.key}: the body ends before its length")
             done += count
@@ -91,7 +91,7 @@ class Body:
         reader = self._http
         try:
             if reader is None:
-                part = self._stream.read(len(view))
+                part = self._stream.read(min(len(view), PIECE_BYTES))
                 view[: len(part)] = part
                 return len(part)
             if not reader.length:
@@ -301,7 +301,7 @@ class Bucket:
 
     def _created(self, request: Any, **_: Any) -> None:
         """Runs in the calling thread, between signing and sending."""
-        request.headers.pop("Expect", None)
+        del request.headers["Expect"]  # no error when it is absent
         request.context["read_timeout"] = self._timeout(self._call.deadline)
 
     def _timeout(self, deadline: float) -> float:

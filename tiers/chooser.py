@@ -73,7 +73,6 @@ class Chooser:
         self._states: OrderedDict[bytes, _State] = OrderedDict()
         self._up, self._down = Rate(), Rate()
         self._encode, self._decode = Rate(), Rate()
-        self._encode_cpu, self._decode_cpu = Rate(), Rate()
         self.coded_blocks = 0
         self.raw_blocks = 0
 
@@ -88,23 +87,19 @@ class Chooser:
             state.skipped += 1
             return state.codec if state.skipped % AGAIN_EVERY == 0 else Codec.RAW
 
-    def coded(
-        self, namespace: Namespace, payload_bytes: int, stored_bytes: int | None, seconds: float, cpu_s: float
-    ) -> None:
-        """A block was coded in ``seconds`` of time and ``cpu_s`` of a core; None: it did not get smaller."""
+    def coded(self, namespace: Namespace, payload_bytes: int, stored_bytes: int | None, seconds: float) -> None:
+        """A block was coded; None: it did not get smaller."""
         with self._lock:
             state = self._state(namespace)
             state.tried += 1
             state.payload.add(payload_bytes, stored_bytes or payload_bytes)
             self._encode.add(payload_bytes, seconds)
-            self._encode_cpu.add(payload_bytes, cpu_s)
             state.chosen = self._pays(state)
 
-    def decoded(self, payload_bytes: int, seconds: float, cpu_s: float) -> None:
+    def decoded(self, payload_bytes: int, seconds: float) -> None:
         """A block was decoded; ``seconds`` without the time it waited for the link."""
         with self._lock:
             self._decode.add(payload_bytes, seconds)
-            self._decode_cpu.add(payload_bytes, cpu_s)
 
     def sent(self, stored_bytes: int, seconds: float) -> None:
         """One block went up the link."""
@@ -135,7 +130,7 @@ class Chooser:
             return self._up.bytes_per_s
 
     def report(self) -> dict[str, int | float | str | None]:
-        """For the status. Speeds are payload bytes per second of one core; ``codec_ratio`` is over all namespaces."""
+        """For the status. Speeds are payload bytes per second in one thread; ``codec_ratio`` is over all namespaces."""
         with self._lock:
             states = [state for state in self._states.values() if state.tried]
             payload = sum(state.payload.bytes for state in states)
@@ -143,8 +138,8 @@ class Chooser:
             return {
                 "codec": self.mode,
                 "codec_ratio": round(payload / stored, 3) if stored else None,
-                "codec_encode_bytes_per_s": self._encode_cpu.bytes_per_s,
-                "codec_decode_bytes_per_s": self._decode_cpu.bytes_per_s,
+                "codec_encode_bytes_per_s": self._encode.bytes_per_s,
+                "codec_decode_bytes_per_s": self._decode.bytes_per_s,
                 "codec_chosen_namespaces": sum(state.chosen for state in states),
                 "codec_tried_namespaces": len(states),
                 "coded_blocks": self.coded_blocks,

@@ -24,6 +24,8 @@ from terracekv.tiers.errors import Damaged
 
 CHUNK_BYTES = 128 << 10
 """Part of the format of codecs 1 to 3."""
+RAW_PART_BYTES = 512 << 10
+"""Raw bytes are read and handed on in such parts: few calls, yet still in the processor's cache."""
 _ZSTD = 1 << 31
 _SAMPLE_BYTES = 4096
 _PARAMETERS = zstandard.ZstdCompressionParameters(
@@ -108,9 +110,15 @@ def encode(codec: Codec, payload: memoryview, into: memoryview) -> int | None:
     return end
 
 
-def decode(codec: Codec, read: Callable[[memoryview], None], stored_bytes: int, into: memoryview) -> None:
+def decode(
+    codec: Codec,
+    read: Callable[[memoryview], None],
+    stored_bytes: int,
+    into: memoryview,
+    done: Callable[[memoryview], None] = lambda part: None,
+) -> None:
     """Fill ``into`` with the payload that ``stored_bytes`` bytes hold. ``read`` fills the view it is given with the
-    next of them, or raises.
+    next of them, or raises; ``done`` is told each part of ``into`` in order, as soon as it is filled.
 
     Never writes outside ``into`` nor reads more than ``stored_bytes``, whatever they say. Damaged when they contradict
     themselves; the bytes of ``into`` then mean nothing.
@@ -118,7 +126,9 @@ def decode(codec: Codec, read: Callable[[memoryview], None], stored_bytes: int, 
     if codec is Codec.RAW:
         if stored_bytes != len(into):
             raise Damaged(f"{stored_bytes} raw bytes stand for {len(into)}")
-        read(into)
+        for start in range(0, len(into), RAW_PART_BYTES):
+            read(into[start : start + RAW_PART_BYTES])
+            done(into[start : start + RAW_PART_BYTES])
         return
     width = codec.width
     source = _Source(read, stored_bytes)
@@ -131,6 +141,7 @@ def decode(codec: Codec, read: Callable[[memoryview], None], stored_bytes: int, 
         merge(_mine.planes, width, chunk[: count * width])
         if len(chunk) > count * width:
             source.take(chunk[count * width :])
+        done(chunk)
     if source.left:
         raise Damaged(f"{source.left} bytes follow the last chunk")
 

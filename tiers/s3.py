@@ -98,7 +98,7 @@ class S3Tier:
         return self._scout.find(namespace, ids, deadline)
 
     def put(self, namespace: Namespace, id: bytes, payload: memoryview, checksum: int) -> Outcome:
-        """See ``Tier.put``. As long as the link takes, within ``timeout_s``; FAILED at once while the bucket is down."""
+        """See ``Tier.put``. As long as the link takes, up to ``timeout_s``; FAILED at once while it is down."""
         deadline = time.monotonic() + self.settings.timeout_s
         try:
             if not self._namespaces.is_current(namespace) or not self._epochs.current(namespace, deadline):
@@ -246,11 +246,10 @@ class S3Tier:
         with self._scratch.lend(size, deadline) as room:
             stored = None
             if room is not None:
-                started, started_cpu = time.perf_counter(), time.thread_time()
+                started = time.perf_counter()
                 # Less than a page saved is nothing saved.
                 stored = encode(codec, content, room[: size - PAGE])
-                spent, cpu = time.perf_counter() - started, time.thread_time() - started_cpu
-                self.chooser.coded(namespace, size, stored, spent, cpu)
+                self.chooser.coded(namespace, size, stored, time.perf_counter() - started)
             if room is not None and stored is not None:
                 self._send(namespace, id, codec, room[:stored], digest, deadline)
             else:
@@ -282,10 +281,10 @@ class S3Tier:
             said = (record.id, record.namespace_id, record.epoch, record.payload_bytes)
             if said != (id, namespace.id, namespace.epoch, size):
                 raise Damaged(f"{body.about.key} holds another block than its name says")
-            spent = payload(body, record, into[:size])
-            self.chooser.received(record.stored_bytes, time.perf_counter() - started - spent.seconds)
+            decoding_s = payload(body, record, into[:size])
+            self.chooser.received(record.stored_bytes, time.perf_counter() - started - decoding_s)
             if record.codec != Codec.RAW:
-                self.chooser.decoded(size, spent.seconds, spent.cpu_s)
+                self.chooser.decoded(size, decoding_s)
             self._scout.note_age(namespace, id, body.about.age_s)
             return True
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from terracekv.tiers.block import BLOCK_ID_BYTES, KEY_BYTES, block_id, shard_of
 from terracekv.tiers.bucket import Body
-from terracekv.tiers.checksum import checksum
+from terracekv.tiers.checksum import RunningChecksum
 from terracekv.tiers.codec import Codec, decode, known
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.namespace import Namespace
@@ -29,14 +29,6 @@ class Place:
     namespace_id: bytes
     epoch: int
     id: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Unpacked:
-    """What decoding cost, beside the waiting for bytes: seconds of time and of a core."""
-
-    seconds: float
-    cpu_s: float
 
 
 def key_of(root: str, namespace_id: bytes, epoch: int, id: bytes) -> str:
@@ -89,27 +81,20 @@ def header(body: Body) -> Record:
     return record
 
 
-def payload(body: Body, record: Record, into: memoryview) -> Unpacked:
-    """Read the rest of a body: the payload fills ``into``, nothing beside it is touched.
+def payload(body: Body, record: Record, into: memoryview) -> float:
+    """Read the rest of a body: the payload fills ``into``, nothing beside it is touched. The seconds that decoding
+    took, without the waiting for bytes.
 
     Damaged when it is not the payload of which the header has the checksum.
     """
     assert len(into) == record.payload_bytes
     if not known(record.codec):
         raise Damaged(f"{body.about.key} is of codec {record.codec}, which this version does not know")
-    reading_s = reading_cpu_s = 0.0
-
-    def read(view: memoryview) -> None:
-        nonlocal reading_s, reading_cpu_s
-        started, started_cpu = time.perf_counter(), time.thread_time()
-        body.read_into(view)
-        reading_s += time.perf_counter() - started
-        reading_cpu_s += time.thread_time() - started_cpu
-
-    started, started_cpu = time.perf_counter(), time.thread_time()
-    decode(Codec(record.codec), read, record.stored_bytes, into)
-    spent = Unpacked(time.perf_counter() - started - reading_s, time.thread_time() - started_cpu - reading_cpu_s)
+    started, waited_s = time.perf_counter(), body.waited_s
+    running = RunningChecksum()
+    decode(Codec(record.codec), body.read_into, record.stored_bytes, into, running.add)
+    decoding_s = time.perf_counter() - started - (body.waited_s - waited_s)
     body.read_into(memoryview(bytearray(pages_of(record.stored_bytes) * PAGE - record.stored_bytes)))
-    if checksum(into) != record.checksum:
+    if running.value != record.checksum:
         raise Damaged(f"{body.about.key} has other bytes than were stored")
-    return spent
+    return max(0.0, decoding_s)

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from terracekv.tests.blocks import registered
+from terracekv.tests.s3_stub import BUCKET, s3_stub
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.s3 import S3Tier
+from terracekv.tiers.s3_settings import S3Settings
 from terracekv.tiers.tier import Tier
 
 HOLDS_BYTES = 8 << 20
@@ -40,7 +43,17 @@ def open_buffered_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -
         yield tier
 
 
-OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk}
+@contextmanager
+def open_s3(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
+    """The real server has its own run through the contract: ``tests/test_s3_server.py``."""
+    with s3_stub(folder) as stub:
+        settings = S3Settings(BUCKET, endpoint=stub.endpoint, credentials_file=str(stub.credentials))
+        with closing(S3Tier(settings, namespaces=namespaces)) as tier:
+            assert tier.probe()
+            yield tier
+
+
+OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk, "s3": open_s3}
 
 
 @pytest.fixture
