@@ -21,8 +21,9 @@ _KEY = struct.Struct("<Q24xH")
 _STAMP_FACTOR = 0x9E3779B97F4A7C15
 _SHARD_FACTOR = 0xC2B2AE3D27D4EB4F
 _MASK64 = (1 << 64) - 1
-_WAYS = 8
-"""Slots in which a mark may stand: with one or two, neighbours would push each other out long before it is full."""
+_WAYS = 32
+"""Slots in which a mark may stand. With few, neighbours would push each other out long before the table is full, and
+one block lost ends the leading run of its chain."""
 
 
 class PresenceCache(Protocol):
@@ -46,11 +47,11 @@ class PresenceCache(Protocol):
 
 
 class PresenceTable:
-    """At most ``entries`` answers (rounded up to a power of two) in 13 bytes each, from the first one on; when they
-    are full the one that ends first makes room. Ends are in whole seconds of ``clock``."""
+    """Room for at least ``entries`` answers, in 26 to 52 bytes each from the first one on; where it is full the one that
+    ends first makes room. Ends are in whole seconds of ``clock``."""
 
     def __init__(self, entries: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sets = 1 << max(0, (entries // _WAYS - 1).bit_length())
+        self._sets = 1 << max(0, (2 * entries // _WAYS - 1).bit_length())
         self._marks = array("Q", bytes(8 * self._sets * _WAYS))
         self._ends = array("I", bytes(4 * self._sets * _WAYS))
         self._present = bytearray(self._sets * _WAYS)
