@@ -11,7 +11,7 @@ WITH_MODEL = $(sort $(shell grep -rlE '^(import|from) (torch|transformers)|^from
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo serve test e2e lint bench wheel constraints clean
+.PHONY: help demo serve test test-s3 e2e lint bench wheel constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,10 @@ serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--s
 	$(BIN)/terracekv serve $(ARGS)
 
 test: $(VENV)/dev.stamp  ## all tests that need no model (ARGS="-k arena")
-	$(BIN)/pytest $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
+	$(BIN)/pytest -m "not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
+
+test-s3: $(VENV)/dev.stamp  ## the tests with a real S3 server, SeaweedFS
+	$(BIN)/pytest -m s3 $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
 
 e2e: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## the tests with a real engine and a small model; brings torch
 	$(BIN)/pytest tests/e2e $(filter-out tests/e2e/%,$(WITH_MODEL)) $(ARGS)

@@ -52,7 +52,8 @@ class Ledger:
 
     def failed(self, error: Exception) -> None:
         """The medium raised an error."""
-        log.warning("%s tier: %s", self._tier, error)
+        # Its text only: whoever keeps the record would keep the frames of its traceback, and the sockets in them.
+        log.warning("%s tier: %s", self._tier, str(error))
         with self._lock:
             self._counters.io_errors += 1
             self.last_error = str(error)

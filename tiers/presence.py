@@ -47,8 +47,8 @@ class PresenceCache(Protocol):
 
 
 class PresenceTable:
-    """Room for at least ``entries`` answers, in 26 to 52 bytes each from the first one on; where it is full the one that
-    ends first makes room. Ends are in whole seconds of ``clock``."""
+    """Room for at least ``entries`` answers, in 26 to 52 bytes each from the first one on; where it is full, the one
+    that ends first makes room. Ends are in whole seconds of ``clock``."""
 
     def __init__(self, entries: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._sets = 1 << max(0, (2 * entries // _WAYS - 1).bit_length())

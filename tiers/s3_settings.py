@@ -46,7 +46,7 @@ class S3Settings:
     codec_memory_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.bucket):
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", self.bucket):
             raise ConfigError(f"{self.bucket!r} is not a bucket's name", "3 to 63 of a-z, 0-9, dot and dash")
         if not re.fullmatch(r"([A-Za-z0-9!_.*'()-]+(/[A-Za-z0-9!_.*'()-]+)*)?", self.prefix):
             raise ConfigError(

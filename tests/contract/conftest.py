@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from terracekv.tests.blocks import registered
-from terracekv.tests.s3_stub import BUCKET, s3_stub
+from terracekv.tests.s3_stub import BUCKET, S3Stub, s3_stub
+from terracekv.tests.seaweed import Seaweed, program, seaweed
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.s3 import S3Tier
@@ -45,15 +46,29 @@ def open_buffered_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -
 
 @contextmanager
 def open_s3(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
-    """The real server has its own run through the contract: ``tests/test_s3_server.py``."""
-    with s3_stub(folder) as stub:
-        settings = S3Settings(BUCKET, endpoint=stub.endpoint, credentials_file=str(stub.credentials))
-        with closing(S3Tier(settings, namespaces=namespaces)) as tier:
-            assert tier.probe()
-            yield tier
+    with s3_stub(folder) as server, open_bucket(server, namespaces) as tier:
+        yield tier
+
+
+@contextmanager
+def open_real_s3(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
+    if program() is None:
+        pytest.skip("SeaweedFS is not installed")
+    with seaweed(folder) as server, open_bucket(server, namespaces) as tier:
+        yield tier
+
+
+@contextmanager
+def open_bucket(server: S3Stub | Seaweed, namespaces: Namespaces) -> Iterator[Tier]:
+    settings = S3Settings(BUCKET, endpoint=server.endpoint, credentials_file=str(server.credentials))
+    with closing(S3Tier(settings, namespaces=namespaces)) as tier:
+        assert tier.probe()
+        yield tier
 
 
 OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk, "s3": open_s3}
+REAL_OPENERS: dict[str, Opener] = {"s3-server": open_real_s3}
+"""Those that start a server of their own."""
 
 
 @pytest.fixture
@@ -66,8 +81,8 @@ def namespace(namespaces: Namespaces) -> Namespace:
     return registered(namespaces, 1)
 
 
-@pytest.fixture(params=OPENERS)
+@pytest.fixture(params=[*OPENERS, *(pytest.param(label, marks=pytest.mark.s3) for label in REAL_OPENERS)])
 def tier(request: pytest.FixtureRequest, tmp_path: Path, namespaces: Namespaces) -> Iterator[Tier]:
-    with OPENERS[request.param](tmp_path, namespaces, HOLDS_BYTES) as opened:
+    with (OPENERS | REAL_OPENERS)[request.param](tmp_path, namespaces, HOLDS_BYTES) as opened:
         yield opened
         opened.check()
