@@ -102,7 +102,8 @@ def measure(server: Seaweed, threads: int, payloads: list[bytes], arena: memoryv
 
     total = OBJECTS * OBJECT_BYTES
     for what, ours, theirs in (("PUT", put, put_plain), ("GET", get, get_plain)):
-        rates, references = [], []
+        rates: list[float] = []
+        references: list[float] = []
         cpu = {ours: 0.0, theirs: 0.0}
         for turn in range(ROUNDS):
             order = [(ours, rates), (theirs, references)]

@@ -60,11 +60,11 @@ def verified(tier: Tier, namespace: Namespace, ids: Iterable[bytes]) -> int:
     return hits
 
 
-def in_threads(*works: Callable[[], None]) -> None:
+def in_threads(*works: Callable[[], object]) -> None:
     """Run all at once; the first error of any is raised here."""
     errors: list[BaseException] = []
 
-    def guarded(work: Callable[[], None]) -> None:
+    def guarded(work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as error:

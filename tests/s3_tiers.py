@@ -4,18 +4,21 @@ Owns nothing. Called by tests. Imports ``tiers``.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from terracekv.tests.blocks import BLOCK_BYTES, registered
+from terracekv.tests.blocks import BLOCK_BYTES, name, registered
 from terracekv.tests.s3_stub import BUCKET
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.s3 import S3Tier
+from terracekv.tiers.s3_record import key_of
 from terracekv.tiers.s3_settings import S3Settings
 
 PATIENCE_S = 20.0
+Nodes = Callable[..., AbstractContextManager["Node"]]
+"""Opens a node: of a label, with settings that differ from the usual."""
 
 
 class Node:
@@ -33,6 +36,10 @@ class Node:
         found = self.namespaces.get(self.namespace.id)
         assert found is not None
         return found
+
+    def key(self, index: int) -> str:
+        """The name of the object of a numbered block."""
+        return key_of(self.tier.settings.root, self.now.id, self.now.epoch, name(index))
 
     def flush(self) -> Namespace:
         """As the daemon does it."""
@@ -62,7 +69,7 @@ def soon(seconds: float = 5.0) -> float:
     return time.monotonic() + seconds
 
 
-def until(condition: Any, what: str) -> None:
+def until(condition: Callable[[], bool], what: str) -> None:
     """Wait for something to become true."""
     end = time.monotonic() + PATIENCE_S
     while not condition():

@@ -19,8 +19,7 @@ START_S = 60.0
 MEMORY_MAX = "1200MiB"
 ACCESS_KEY = "terrace-test"
 SECRET_KEY = "only for tests"
-PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
-PORTS += ("s3.port", "s3.port.grpc", "admin.port", "admin.port.grpc")
+PORTS = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3", "admin") for kind in ("", ".grpc")]
 
 
 def program() -> str | None:

@@ -72,7 +72,7 @@ def test_a_missing_bucket_is_named_or_created(tmp_path: Path, server: Seaweed) -
 
 def test_flushes_of_two_nodes_race_and_both_hold(a: Node, b: Node) -> None:
     put(a.tier, a.now, name(1))
-    in_threads(*[lambda n=n: [n.flush() for _ in range(5)] for n in (a, b)])  # type: ignore[misc]
+    in_threads(*[lambda n=n: [n.flush() for _ in range(5)] for n in (a, b)])
     for at in (a, b):
         assert at.tier.leading_remote(at.now, [name(1)], soon()) == 0
     assert a.now.epoch == b.now.epoch >= 5
@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_during_puts_and_gets_costs_nothing_but_misses(t
             finally:
                 over.set()
 
-        in_threads(kill, *[lambda first=first: work(first) for first in (0, 100, 200, 300)])  # type: ignore[misc]
+        in_threads(kill, *[lambda first=first: work(first) for first in (0, 100, 200, 300)])
         assert not wrong and {Outcome.STORED, Outcome.HIT, Outcome.FAILED} <= seen
         assert slowest_s[0] < 2 * (c.tier.settings.timeout_s + c.tier.settings.read_timeout_s)
         assert c.tier.status().details["breaker_opened"] >= 1  # type: ignore[operator]

@@ -1,27 +1,19 @@
 """Listing, checking and sweeping a bucket."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from terracekv.tests.blocks import name, put, registered
-from terracekv.tests.s3_stub import S3Stub, s3_stub
-from terracekv.tests.s3_tiers import Node, node
+from terracekv.tests.s3_stub import S3Stub
+from terracekv.tests.s3_tiers import Node, Nodes
 from terracekv.tiers import s3_audit
 from terracekv.tiers.bucket import Bucket
-from terracekv.tiers.s3_record import key_of
 
 
 @pytest.fixture
-def stub(tmp_path: Path) -> Iterator[S3Stub]:
-    with s3_stub(tmp_path) as running:
-        yield running
-
-
-@pytest.fixture
-def a(tmp_path: Path, stub: S3Stub) -> Iterator[Node]:
-    with node(tmp_path / "a", stub.endpoint, stub.credentials, prefix="kv", codec="on") as opened:
+def a(nodes: Nodes) -> Iterator[Node]:
+    with nodes(prefix="kv", codec="on") as opened:
         yield opened
 
 
@@ -30,10 +22,6 @@ def bucket(a: Node) -> Iterator[Bucket]:
     opened = Bucket(a.tier.settings)
     yield opened
     opened.close()
-
-
-def key_at(at: Node, index: int) -> str:
-    return key_of("kv/", at.now.id, at.now.epoch, name(index))
 
 
 def fill(at: Node, count: int) -> None:
@@ -58,7 +46,7 @@ def test_one_namespace_can_be_listed_alone(a: Node, bucket: Bucket) -> None:
 
 def test_space_is_told_by_namespace_and_epoch(a: Node, stub: S3Stub, bucket: Bucket) -> None:
     fill(a, 4)
-    stub.age(key_at(a, 0), 1000)
+    stub.age(a.key(0), 1000)
     old = a.now
     new = a.flush()
     put(a.tier, new, name(9))
@@ -73,10 +61,10 @@ def test_space_is_told_by_namespace_and_epoch(a: Node, stub: S3Stub, bucket: Buc
 def test_verifying_reads_every_block_and_names_the_damaged_ones(a: Node, stub: S3Stub, bucket: Bucket) -> None:
     fill(a, 6)
     assert [why for _, why in s3_audit.verify(bucket)] == [None] * 6
-    stub.objects[key_at(a, 0)].content = b"junk"
-    stub.objects[key_at(a, 1)].content = stub.objects[key_at(a, 3)].content
-    good = stub.objects[key_at(a, 2)].content
-    stub.objects[key_at(a, 2)].content = good[:9000] + bytes([good[9000] ^ 255]) + good[9001:]
+    stub.objects[a.key(0)].content = b"junk"
+    stub.objects[a.key(1)].content = stub.objects[a.key(3)].content
+    good = stub.objects[a.key(2)].content
+    stub.objects[a.key(2)].content = good[:9000] + bytes([good[9000] ^ 255]) + good[9001:]
     wrong = {stored.place.id: why for stored, why in s3_audit.verify(bucket) if why is not None}
     assert wrong.keys() == {name(0), name(1), name(2)}
     assert "less than a header" in wrong[name(0)] and "another block" in wrong[name(1)]
@@ -87,11 +75,11 @@ def test_sweeping_takes_what_is_old_or_flushed_and_nothing_else(a: Node, stub: S
     new = a.flush()
     for index in range(10, 14):
         put(a.tier, new, name(index))
-    stub.age(key_at(a, 10), 5000)
+    stub.age(a.key(10), 5000)
     before = dict(stub.objects)
     dry = s3_audit.gc(bucket, 3600, dry=True)
     assert dry[0] == 4 and stub.objects == before
     assert s3_audit.gc(bucket, 3600) == dry
-    assert stub.blocks() == sorted(key_at(a, index) for index in range(11, 14))
+    assert stub.blocks() == sorted(a.key(index) for index in range(11, 14))
     assert s3_audit.gc(bucket, 0) == (0, 0)
     assert "kv/terracekv.probe" in stub.objects
