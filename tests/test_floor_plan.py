@@ -119,7 +119,8 @@ def test_a_library_has_one_module(path: Path) -> None:
 
 def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {*project["dependencies"], *project["optional-dependencies"]["transformers"]}
+    extras = project["optional-dependencies"]
+    wanted = {*project["dependencies"], *extras["transformers"], *extras["s3"]}
     assert {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted} == set(LIBRARIES)
 
 
