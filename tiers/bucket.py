@@ -193,14 +193,14 @@ class Bucket:
         finally:
             body.finish()
 
-    def read(self, key: str, size_max: int, deadline: float) -> tuple[bytes, str] | None:
-        """A small object whole, with its etag."""
+    def read(self, key: str, size_max: int, deadline: float) -> tuple[bytes, Object] | None:
+        """A small object, whole or its first ``size_max`` bytes."""
         with self.get(key, deadline) as body:
             if body is None:
                 return None
             content = memoryview(bytearray(min(body.about.size, size_max)))
             body.read_into(content)
-            return bytes(content), body.about.etag
+            return bytes(content), body.about
 
     def put(self, key: str, buffers: Sequence[memoryview | bytes], deadline: float, **conditions: Any) -> None:
         """Store the buffers, one after the other. ``conditions``: ``IfNoneMatch``, ``IfMatch``; Raced when not met."""

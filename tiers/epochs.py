@@ -13,7 +13,7 @@ import time
 from terracekv.tiers.caller import Caller
 from terracekv.tiers.errors import TierDown
 from terracekv.tiers.namespace import Namespace, Namespaces
-from terracekv.tiers.s3_errors import Raced
+from terracekv.tiers.s3_errors import NotOffered, Raced
 
 _RACES_MAX = 8
 _SIZE_MAX = 32
@@ -25,7 +25,8 @@ class Epochs:
     def __init__(self, caller: Caller, namespaces: Namespaces) -> None:
         self._caller = caller
         self._namespaces = namespaces
-        self._ttl_s = caller.bucket.settings.epoch_ttl_s
+        self._fresh_s = caller.bucket.settings.epoch_ttl_s
+        self._ttl_s = caller.bucket.settings.ttl_s
         self._lock = threading.Lock()
         self._asking: dict[bytes, threading.Lock] = {}
         self._compared: dict[bytes, float] = {}
@@ -46,7 +47,7 @@ class Epochs:
         Before the first answer all callers wait for it; later on one asks and the others go by what is known.
         """
         compared = self._compared.get(namespace.id)
-        if compared is None or time.monotonic() - compared > self._ttl_s:
+        if compared is None or time.monotonic() - compared > self._fresh_s:
             with self._lock:
                 asking = self._asking.setdefault(namespace.id, threading.Lock())
             if asking.acquire(blocking=compared is None, timeout=-1):
@@ -69,16 +70,17 @@ class Epochs:
             self._raise(id, deadline)
             return
         for _ in range(_RACES_MAX):
-            there, etag = self._read(id, deadline)
+            there, etag, old = self._read(id, deadline)
             here = self._epoch(id)
-            if there >= here or self._write(id, here, etag, deadline):
+            # Were it to age out before the blocks that it makes invisible, they would come back.
+            if (there >= here and not old) or self._write(id, max(here, there), etag, deadline):
                 self._took(id, there)
                 return
         raise TierDown(f"{self.key(id)} changes all the time", "is another program writing to the bucket?")
 
     def _raise(self, id: bytes, deadline: float) -> None:
         for _ in range(_RACES_MAX):
-            there, etag = self._read(id, deadline)
+            there, etag, _ = self._read(id, deadline)
             # Another node that flushed at the same time may have stored blocks under its new epoch already.
             wanted = max(self._epoch(id), there + 1)
             if self._write(id, wanted, etag, deadline):
@@ -90,30 +92,41 @@ class Epochs:
 
     def _took(self, id: bytes, epoch: int) -> None:
         if epoch > self._epoch(id):
-            self._namespaces.adopt(id, epoch)
+            try:
+                self._namespaces.adopt(id, epoch)
+            except OSError as error:
+                raise TierDown(
+                    f"the epoch of the bucket cannot be kept here: {error}", "free the state folder"
+                ) from error
         self._compared[id] = time.monotonic()
 
     def _epoch(self, id: bytes) -> int:
         known = self._namespaces.get(id)
         return known.epoch if known else 0
 
-    def _read(self, id: bytes, deadline: float) -> tuple[int, str]:
-        """The bucket's epoch, 0 when there is none, with the etag of its object."""
+    def _read(self, id: bytes, deadline: float) -> tuple[int, str, bool]:
+        """The bucket's epoch (0 when there is none), the etag of its object, and whether half its life is over."""
         found = self._caller.call(lambda: self._caller.bucket.read(self.key(id), _SIZE_MAX, deadline), deadline)
         if found is None:
-            return 0, ""
-        content, etag = found
+            return 0, "", False
+        content, about = found
         if not content.isdigit() or int(content) >= 2**32:
             # Not to be guessed at: a lower one would bring back what was flushed.
             raise TierDown(f"{self.key(id)} is damaged", "write the namespace's epoch there, or remove it and flush")
-        return int(content), etag
+        return int(content), about.etag, 0 < self._ttl_s < 2 * about.age_s
 
     def _write(self, id: bytes, epoch: int, etag: str, deadline: float) -> bool:
         """Replace exactly what was read; False when somebody was quicker."""
         condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
-        content = b"%d" % epoch
         try:
-            self._caller.call(lambda: self._caller.bucket.put(self.key(id), [content], deadline, **condition), deadline)
+            self._put(id, epoch, condition, deadline)
         except Raced:
             return False
+        except NotOffered:
+            self._caller.bucket.warn_once("s3: no conditional writes here; flushes at the same moment may count as one")
+            self._put(id, epoch, {}, deadline)
         return True
+
+    def _put(self, id: bytes, epoch: int, condition: dict[str, str], deadline: float) -> None:
+        content = b"%d" % epoch
+        self._caller.call(lambda: self._caller.bucket.put(self.key(id), [content], deadline, **condition), deadline)

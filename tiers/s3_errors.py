@@ -44,6 +44,10 @@ class NoBucket(TierDown):
     """There is no such bucket."""
 
 
+class NotOffered(TierDown):
+    """The server does not have this feature of S3."""
+
+
 class Raced(TierDown):
     """A conditional write found that somebody else was quicker."""
 
@@ -65,4 +69,6 @@ def error_of(operation: str, code: str, status: int, message: str) -> TerraceErr
         return TierFull("s3", 0, 0, text)
     if code in _RACED or status == 412:
         return Raced(text)
+    if code == "NotImplemented" or status == 501:
+        return NotOffered(text)
     return Unreachable(text)

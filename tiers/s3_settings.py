@@ -54,7 +54,10 @@ class S3Settings:
                 "letters, digits and !_.*'()- , parts joined by /, none at the ends",
             )
         if self.endpoint is not None and not re.match(r"https?://[^/]+", self.endpoint):
-            raise ConfigError(f"s3 endpoint {self.endpoint!r} has no scheme", "a URL with scheme, host and port, as http://localhost:8333")
+            raise ConfigError(
+                f"s3 endpoint {self.endpoint!r} has no scheme",
+                "a URL with scheme, host and port, as http://localhost:8333",
+            )
         if self.codec not in ("auto", "on", "off"):
             raise ConfigError(f"s3 codec {self.codec!r} is unknown", "auto, on or off")
 

@@ -1,8 +1,8 @@
 """Finds out which blocks a bucket has, how old they are, and keeps their dates young.
 
 ``Scout`` owns the threads that ask, what is known of presence and age, and the order of writes to one block. Called
-by the s3 tier from any thread. Imports ``caller``, ``errors``, ``namespace``, ``presence``, ``s3_record``,
-``s3_settings`` and ``tier``.
+by the s3 tier from any thread. Imports ``caller``, ``errors``, ``namespace``, ``presence``, ``s3_errors``,
+``s3_record`` and ``tier``.
 """
 
 import threading
@@ -16,6 +16,7 @@ from terracekv.tiers.caller import Caller
 from terracekv.tiers.errors import TerraceError, TierDown
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.presence import PresenceCache, PresenceTable, gallop
+from terracekv.tiers.s3_errors import NotOffered
 from terracekv.tiers.s3_record import key_of
 from terracekv.tiers.tier import PAGE
 
@@ -150,8 +151,13 @@ class Scout:
             return None
         if about.age_s < self._settings.ttl_s / 2:
             return False
-        if not self._caller.call(lambda: bucket.renew(about.key, deadline), deadline):
-            return None
+        try:
+            if not self._caller.call(lambda: bucket.renew(about.key, deadline), deadline):
+                return None
+        except NotOffered:
+            bucket.warn_once("s3: objects cannot be copied here, so blocks age out however often they are read")
+            self.note_age(namespace, id, 0.0)
+            return False
         self.note_age(namespace, id, 0.0)
         return True
 

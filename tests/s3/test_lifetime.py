@@ -116,3 +116,25 @@ def test_a_chain_without_its_head_is_not_kept_alive(nodes: Nodes, stub: S3Stub) 
         del stub.objects[a.key(0)]
         assert b.tier.redate(b.now, [name(index) for index in range(3)]) == 0
         assert b.tier.status().details["aged_out"] == 1
+
+
+def test_an_epoch_that_is_half_its_life_old_is_written_anew(nodes: Nodes, stub: S3Stub) -> None:
+    with nodes("a", ttl_s=1000, epoch_ttl_s=0) as a:
+        a.flush()
+        (key,) = [key for key in stub.objects if key.endswith("/epoch")]
+        for age, renewed in ((400, False), (200, True)):
+            stub.age(key, age)
+            before = stub.objects[key]
+            get(a.tier, a.now, name(1))
+            assert (stub.objects[key] is not before) == renewed
+            assert stub.objects[key].content == b"1"
+
+
+def test_without_conditional_writes_flushes_still_reach_other_nodes(a: Node, nodes: Nodes, stub: S3Stub) -> None:
+    stub.switches.no_conditions = True
+    put(a.tier, a.now, name(1))
+    a.flush()
+    with nodes("b") as b:
+        assert b.tier.leading_remote(b.now, [name(1)], soon()) == 0
+        assert b.now.epoch == 1
+    assert a.tier.status().mode == "up"
