@@ -168,8 +168,9 @@ class Bucket:
         """Read the credentials anew from wherever they come, unless another thread has done so since ``seen``."""
         with self._lock:
             if self.generation == seen:
-                self._client = self._connect()
+                before, self._client = self._client, self._connect()
                 self.generation += 1
+                before.close()  # its idle connections; calls under way end on theirs
 
     def close(self) -> None:
         """Close idle connections."""

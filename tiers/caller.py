@@ -30,6 +30,8 @@ class Caller:
         self.bucket = bucket
         self.breaker = Breaker()
         self.throttle = Throttle(bucket.settings.workers + bucket.settings.head_workers)
+        self._refused = False
+        """Whether it was credentials that opened the breaker: a trial then begins by reading them anew."""
         self.busy_answers = 0
         self.retries = 0
 
@@ -53,11 +55,13 @@ class Caller:
                 time.sleep(pause_s)
             except Expired as error:
                 if refreshed:
+                    self._refused = True
                     self.breaker.trip(error)
                     raise
                 self.bucket.refresh(generation)
                 refreshed = True
             except (Refused, NoBucket) as error:
+                self._refused = isinstance(error, Refused)
                 self.breaker.trip(error)
                 raise
             except Unreachable as error:
@@ -77,11 +81,12 @@ class Caller:
         self.breaker.begin_trial()
         why: Exception | None = TierDown("the trial was broken off")
         try:
-            # Whatever opened it, credentials of now are tried: those of then may be what was wrong.
-            self.bucket.refresh(self.bucket.generation)
+            if self._refused:
+                self.bucket.refresh(self.bucket.generation)
             work()
             why = None
         except TerraceError as error:
+            self._refused = isinstance(error, (Expired, Refused))
             why = error
         finally:
             self.breaker.end_trial(why)

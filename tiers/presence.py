@@ -84,10 +84,13 @@ class PresenceTable:
     def leading(self, stamp: int, ids: Sequence[bytes]) -> int:
         """See ``PresenceCache.leading``. About a microsecond per id."""
         found = 0
-        for id in ids:
-            if not self.get(stamp, id):
-                break
-            found += 1
+        with self._lock:
+            now = self._now()
+            for id in ids:
+                slot = self._find(*self._place(stamp, id))
+                if slot is None or self._ends[slot] <= now or not self._present[slot]:
+                    break
+                found += 1
         return found
 
     def count(self) -> int:
