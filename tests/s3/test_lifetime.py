@@ -1,6 +1,7 @@
 """Flushes that hold on all nodes, and the lifetime of objects."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,26 @@ def test_two_flushes_at_once_both_cover_what_was_there_before(a: Node, nodes: No
         put(a.tier, a.now, name(1))
         b.flush()
         assert b.now.epoch == 2, "b's flush came after a's block"
+        assert get(b.tier, b.now, name(1))[0] is Outcome.MISS
+
+
+def test_a_flush_that_comes_between_reading_and_writing_the_epoch_is_not_overwritten(
+    a: Node, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nodes("b") as b:
+        read = b.tier._epochs._read
+        turns = iter([True])
+
+        def read_then_others_flush(*arguments: Any) -> Any:
+            found = read(*arguments)
+            if next(turns, False):
+                a.flush()
+                put(a.tier, a.now, name(1))
+            return found
+
+        monkeypatch.setattr(b.tier._epochs, "_read", read_then_others_flush)
+        b.flush()
+        assert (a.now.epoch, b.now.epoch) == (1, 2)
         assert get(b.tier, b.now, name(1))[0] is Outcome.MISS
 
 

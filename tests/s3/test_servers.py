@@ -64,13 +64,16 @@ def test_an_endpoint_of_ones_own_is_spoken_to_in_path_style(a: Node, stub: S3Stu
 
 
 @pytest.mark.fault(100)
-def test_sixty_four_calls_at_once_never_overflow_the_pool(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_sixty_four_calls_at_once_never_overflow_the_pool(
+    nodes: Nodes, stub: S3Stub, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG, "urllib3")
     with nodes(workers=56, head_workers=8) as a:
         client = a.tier._bucket._client
+        stub.switches.delay_s = 0.1
         in_threads(*(partial(put, a.tier, a.now, name(index)) for index in range(64)))
         in_threads(*(partial(get, a.tier, a.now, name(index)) for index in range(64)))
-        assert a.tier.status().counters.hits == 64
+        assert a.tier.status().counters.hits == 64 and stub.at_once_max > 32
         assert a.tier._bucket._client is client
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not [record for record in caplog.records if "pool is full" in record.getMessage()]
@@ -124,6 +127,7 @@ def test_a_403_for_what_is_missing_is_a_miss_with_one_warning(
         assert a.tier.status().mode == "up"
     warnings = [record for record in caplog.records if "s3:ListBucket" in record.getMessage()]
     assert len(warnings) == 1
+    assert sum("range" in headers for _, _, headers in stub.requests) == 1, "why is asked once, not for each miss"
 
 
 @pytest.mark.fault(102)

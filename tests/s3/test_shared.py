@@ -131,6 +131,16 @@ def test_an_object_that_went_away_ends_the_prefix_and_is_remembered(a: Node, stu
     assert a.tier.leading(a.now, ids) == 3
 
 
+def test_an_answer_that_was_overtaken_by_a_put_is_not_noted(a: Node) -> None:
+    scout = a.tier._scout
+    writes = scout.stripe(name(1)).writes
+    put(a.tier, a.now, name(1))
+    scout.learned(a.now, name(1), False, 60, writes)
+    assert a.tier.leading(a.now, [name(1)]) == 1
+    scout.learned(a.now, name(1), False, 60, scout.stripe(name(1)).writes)
+    assert a.tier.leading(a.now, [name(1)]) == 0
+
+
 # What is believed.
 
 
