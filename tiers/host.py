@@ -91,11 +91,6 @@ class HostTier:
         with self._lock:
             return space.order.leading(ids)
 
-    def has(self, namespace: Namespace, id: bytes) -> bool:
-        """Whether a block is here."""
-        space = self._spaces.get(namespace.stamp)
-        return space is not None and id in space.order
-
     # Writing.
 
     def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
@@ -107,6 +102,7 @@ class HostTier:
             space = self._space(namespace, namespace.block_bytes)
             self._tick += 1
             space.order.touch(ids, self._tick)
+            self._table.offer(self._arena.slabs_ready)
             absent = sum(id not in space.order for id in ids)
             if absent:
                 self._make_room(space, absent, set(ids))
@@ -115,7 +111,7 @@ class HostTier:
                 if id in space.order:
                     result.append(Outcome.PRESENT)
                     continue
-                slot = self._table.take(space.slot_bytes, session, self._arena.slabs_ready)
+                slot = self._table.take(space.slot_bytes, session)
                 if slot is None:
                     result.append(Outcome.FULL)
                     continue
@@ -353,7 +349,7 @@ class HostTier:
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
         spared = 0
-        while self._table.free_slots(space.slot_bytes, self._arena.slabs_ready) < wanted:
+        while self._table.free_slots(space.slot_bytes) < wanted:
             oldest = [(entry, each) for each in self._spaces.values() if (entry := each.order.oldest())]
             if not oldest or spared > len(self._leases) + 8:
                 return

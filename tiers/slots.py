@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
@@ -101,7 +102,9 @@ class SlotTable:
         self._used = [0] * self.slabs
         self._free: list[list[int]] = [[] for _ in range(self.slabs)]
         self._open: dict[int, dict[int, None]] = {}
-        self._unassigned = dict.fromkeys(range(self.slabs))
+        self._free_slots: Counter[int] = Counter()
+        self._unassigned: dict[int, None] = {}
+        self._offered = 0
         self.used_bytes = 0
         if self.adopted:
             self._read_slabs()
@@ -121,7 +124,6 @@ class SlotTable:
             if slot_bytes % PAGE or slot_bytes > self.slab_bytes:
                 _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, 0)
                 continue
-            del self._unassigned[slab]
             self._slot_bytes[slab] = slot_bytes
             for record in self._records(slab):
                 if self._table[record + _STATE_AT] == State.FREE:
@@ -131,6 +133,7 @@ class SlotTable:
                     self.used_bytes += slot_bytes
             if self._free[slab]:
                 self._open.setdefault(slot_bytes, {})[slab] = None
+                self._free_slots[slot_bytes] += len(self._free[slab])
             self._let_go_if_empty(slab)
 
     def _records(self, slab: int) -> range:
@@ -166,16 +169,22 @@ class SlotTable:
         """Whether the slot is still what it was when it was handed out."""
         return bool(_GENERATION.unpack_from(self._table, slot.record)[0] == slot.generation)
 
-    def free_slots(self, slot_bytes: int, slabs_ready: int) -> int:
-        """How many slots of this size can be taken at once."""
-        fresh = sum(1 for slab in self._unassigned if slab < slabs_ready) * (self.slab_bytes // slot_bytes)
-        return fresh + sum(len(self._free[slab]) for slab in self._open.get(slot_bytes, ()))
+    def offer(self, slabs_ready: int) -> None:
+        """The first ``slabs_ready`` slabs of the arena may be written to; called when that number has grown."""
+        for slab in range(self._offered, slabs_ready):
+            if not self._slot_bytes[slab]:
+                self._unassigned[slab] = None
+        self._offered = slabs_ready
 
-    def take(self, slot_bytes: int, session: int, slabs_ready: int) -> Slot | None:
+    def free_slots(self, slot_bytes: int) -> int:
+        """How many slots of this size can be taken at once."""
+        return self._free_slots[slot_bytes] + len(self._unassigned) * (self.slab_bytes // slot_bytes)
+
+    def take(self, slot_bytes: int, session: int) -> Slot | None:
         """FREE -> WRITING for ``session``; None when no slot of this size is free and no slab is empty."""
         slabs = self._open.get(slot_bytes)
         if not slabs:
-            if not self._assign(slot_bytes, slabs_ready):
+            if not self._assign(slot_bytes):
                 return None
             slabs = self._open[slot_bytes]
         slab = next(iter(slabs))
@@ -183,6 +192,7 @@ class SlotTable:
         if not self._free[slab]:
             del slabs[slab]
         self._used[slab] += 1
+        self._free_slots[slot_bytes] -= 1
         self.used_bytes += slot_bytes
         assert self._table[record + _STATE_AT] == _FREE
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
@@ -217,6 +227,7 @@ class SlotTable:
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
         self._write(record, generation, 0, _FREE, *_NOTHING)
         self._free[slab].append(record)
+        self._free_slots[self._slot_bytes[slab]] += 1
         self._open.setdefault(self._slot_bytes[slab], {})[slab] = None
         self._used[slab] -= 1
         self.used_bytes -= self._slot_bytes[slab]
@@ -240,9 +251,11 @@ class SlotTable:
     def check(self) -> None:
         """Free lists and counts against the states in the table."""
         used_bytes = 0
+        free_slots: Counter[int] = Counter()
         for slab in range(self.slabs):
             if not self._slot_bytes[slab]:
-                assert slab in self._unassigned and not self._used[slab], f"slab {slab} is lost"
+                assert (slab in self._unassigned) == (slab < self._offered), f"slab {slab} is lost"
+                assert not self._used[slab]
                 continue
             states = [self.state(record) for record in self._records(slab)]
             free = states.count(State.FREE)
@@ -251,6 +264,8 @@ class SlotTable:
             ], f"slab {slab}: the free list is not what the table says"
             assert len(states) - free == self._used[slab] > 0, f"slab {slab}: {self._used[slab]} slots counted as used"
             used_bytes += self._used[slab] * self._slot_bytes[slab]
+            free_slots[self._slot_bytes[slab]] += free
+        assert free_slots == +self._free_slots, f"{self._free_slots} free slots counted, {free_slots} there"
         assert used_bytes == self.used_bytes, f"{self.used_bytes} bytes accounted, {used_bytes} used"
 
     def close(self) -> None:
@@ -267,8 +282,8 @@ class SlotTable:
         body = _BODY.pack(generation, session, state, block, namespace, epoch, payload_bytes, digest)
         self._table[record : record + _DIGEST_AT + 8] = body + _DIGEST.pack(checksum(body))
 
-    def _assign(self, slot_bytes: int, slabs_ready: int) -> bool:
-        slab = next((slab for slab in self._unassigned if slab < slabs_ready), None)
+    def _assign(self, slot_bytes: int) -> bool:
+        slab = next(iter(self._unassigned), None)
         if slab is None or slot_bytes > self.slab_bytes:
             return False
         count = self.slab_bytes // slot_bytes
@@ -285,6 +300,7 @@ class SlotTable:
             self._write(record, generation, 0, _FREE, *_NOTHING)
         _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, slot_bytes)
         self._free[slab] = list(reversed(self._records(slab)))
+        self._free_slots[slot_bytes] += count
         self._open.setdefault(slot_bytes, {})[slab] = None
         return True
 
@@ -293,6 +309,8 @@ class SlotTable:
             return
         _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, 0)
         self._open.get(self._slot_bytes[slab], {}).pop(slab, None)
+        self._free_slots[self._slot_bytes[slab]] -= len(self._free[slab])
         self._slot_bytes[slab] = 0
         self._free[slab] = []
-        self._unassigned[slab] = None
+        if slab < self._offered:
+            self._unassigned[slab] = None
