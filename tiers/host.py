@@ -81,8 +81,6 @@ class HostTier:
                 adopted += 1
         return adopted
 
-    # Presence.
-
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``. O(1) a block."""
         space = self._spaces.get(namespace.stamp)
@@ -91,7 +89,9 @@ class HostTier:
         with self._lock:
             return space.order.leading(ids)
 
-    # Writing.
+    def has(self, namespace: Namespace, id: bytes) -> bool:
+        """Whether a block is here."""
+        return self.leading(namespace, [id]) == 1
 
     def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
         """A slot to write for each id that is not here; PRESENT for those that are, FULL where nothing can be evicted.
@@ -116,9 +116,8 @@ class HostTier:
                     result.append(Outcome.FULL)
                     continue
                 self._writing[slot.record] = session
-                start = slot.offset + namespace.block_bytes
-                end = slot.offset + space.slot_bytes
-                self._arena.view[start:end] = bytes(end - start)
+                tail = slice(slot.offset + namespace.block_bytes, slot.offset + space.slot_bytes)
+                self._arena.view[tail] = bytes(space.slot_bytes - namespace.block_bytes)
                 result.append(slot)
             return result
 
@@ -176,8 +175,6 @@ class HostTier:
                         del self._writing[record]
                         self._table.free(record)
             return sum(map(len, self._orphans.values()))
-
-    # Reading.
 
     def acquire(self, namespace: Namespace, ids: Sequence[bytes]) -> list[Slot | None]:
         """One more lease on each block that is here; None for those that are not. Ends with ``release``.
@@ -240,8 +237,6 @@ class HostTier:
     def payload(self, slot: Slot, size_bytes: int) -> memoryview:
         """The slot's bytes in the arena. Whole pages may be asked for: what follows the payload is zero."""
         return self._arena.view[slot.offset : slot.offset + size_bytes]
-
-    # The common contract.
 
     def put(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Outcome:
         """See ``Tier.put``."""
@@ -337,8 +332,6 @@ class HostTier:
             self._closed = True
             self._table.close()
             self._arena.close()
-
-    # Under the lock.
 
     def _space(self, namespace: Namespace, block_bytes: int) -> Space:
         space = self._spaces.get(namespace.stamp)
