@@ -234,8 +234,8 @@ class SlotTable:
         self._let_go_if_empty(slab)
 
     def slots_in_slab(self, slab: int) -> list[int]:
-        """Records of the slab's slots that are not FREE."""
-        return [record for record in self._records(slab) if self.state(record) is not State.FREE]
+        """Records of the slab's slots that are not FREE: among them, after a crash, such as are in no state at all."""
+        return [record for record in self._records(slab) if self._table[record + _STATE_AT] != _FREE]
 
     def occupied(self) -> Iterator[int]:
         """Records of all slots that are not FREE."""
