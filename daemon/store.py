@@ -7,7 +7,7 @@ through the mover. Both doors call it. Imports ``tiers`` and its own parts.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terracekv.daemon.events import Events
 from terracekv.daemon.mover import Mover
@@ -192,7 +192,8 @@ class Store:
             counts["host"] = await self.mover.load(lambda: self.host.drop(namespace))
         disk = self.disk
         if disk is not None and tier in (None, "disk"):
-            counts["disk"] = await self.mover.load(lambda: disk.drop(namespace))
+            older_than = replace(namespace, epoch=namespace.epoch + 1)
+            counts["disk"] = await self.mover.load(lambda: disk.reclaim(older_than))
         return counts
 
     def check(self) -> None:
