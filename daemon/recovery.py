@@ -12,7 +12,7 @@ from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
-from terracekv.tiers.slots import SlotTable
+from terracekv.tiers.slots import SlotTable, table_fits
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +44,19 @@ def open_tiers(config: Config) -> Tiers:
     state = config.daemon.state_dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     slab = config.host.slab
+    size = config.host.size // slab * slab
+    slots = config.daemon.runtime_dir / "slots"
     arena = Arena(
         config.daemon.runtime_dir,
-        size_bytes=config.host.size // slab * slab,
+        size_bytes=size,
         slab_bytes=slab,
         prefault=config.host.prefault,
+        adopt=table_fits(slots, arena_bytes=size, slab_bytes=slab),
     )
     try:
         namespaces = Namespaces(state / "namespaces.json")
         secret = read_secret(state / "secret")
-        table = SlotTable(
-            arena.path.with_name("slots"), arena_bytes=arena.size_bytes, slab_bytes=slab, adopt=arena.adopted
-        )
+        table = SlotTable(slots, arena_bytes=size, slab_bytes=slab, adopt=arena.adopted)
         host = HostTier(arena, table, namespaces)
         if host.adopted_blocks:
             log.info("adopted %d blocks in host", host.adopted_blocks)

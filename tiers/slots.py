@@ -74,6 +74,26 @@ def slot_bytes_for(block_bytes: int) -> int:
     return -(-block_bytes // PAGE) * PAGE
 
 
+def _shape(arena_bytes: int, slab_bytes: int) -> tuple[int, int, int]:
+    """Where the records begin, bytes of one slab's records, bytes of the whole table."""
+    slabs = arena_bytes // slab_bytes
+    records_at = PAGE + -(-slabs * _SLAB.size // PAGE) * PAGE
+    region_bytes = slab_bytes // PAGE * RECORD_BYTES
+    return records_at, region_bytes, records_at + slabs * region_bytes
+
+
+def table_fits(path: Path, *, arena_bytes: int, slab_bytes: int) -> bool:
+    """Whether there is a table that describes an arena cut like this. Where there is none, nobody can know what an
+    arena holds and who still writes to it: it must not be adopted either."""
+    header = _HEADER.pack(_MAGIC, arena_bytes, slab_bytes, RECORD_BYTES)
+    try:
+        with open(path, "rb") as file:
+            fits = os.fstat(file.fileno()).st_size == _shape(arena_bytes, slab_bytes)[2]
+            return fits and file.read(len(header)) == header
+    except FileNotFoundError:
+        return False
+
+
 class SlotTable:
     """All slots of an arena of ``slabs`` slabs. A slab serves one slot size until it is empty again.
 
@@ -86,18 +106,15 @@ class SlotTable:
         self.slab_bytes = slab_bytes
         self.slabs = arena_bytes // slab_bytes
         self._slabs_at = PAGE
-        self._records_at = PAGE + -(-self.slabs * _SLAB.size // PAGE) * PAGE
-        self._region_bytes = slab_bytes // PAGE * RECORD_BYTES
-        self.size_bytes = self._records_at + self.slabs * self._region_bytes
-        header = _HEADER.pack(_MAGIC, arena_bytes, slab_bytes, RECORD_BYTES)
-        self.adopted = adopt and self._fits(header)
+        self._records_at, self._region_bytes, self.size_bytes = _shape(arena_bytes, slab_bytes)
+        self.adopted = adopt and table_fits(path, arena_bytes=arena_bytes, slab_bytes=slab_bytes)
         if not self.adopted:
             path.unlink(missing_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, self.size_bytes)
         os.posix_fallocate(self._fd, 0, self._records_at)
         self._table = mmap.mmap(self._fd, self.size_bytes)
-        self._table[: len(header)] = header
+        self._table[: _HEADER.size] = _HEADER.pack(_MAGIC, arena_bytes, slab_bytes, RECORD_BYTES)
         self._slot_bytes = [0] * self.slabs
         self._used = [0] * self.slabs
         self._free: list[list[int]] = [[] for _ in range(self.slabs)]
@@ -108,13 +125,6 @@ class SlotTable:
         self.used_bytes = 0
         if self.adopted:
             self._read_slabs()
-
-    def _fits(self, header: bytes) -> bool:
-        try:
-            with open(self.path, "rb") as file:
-                return file.read(len(header)) == header and os.fstat(file.fileno()).st_size == self.size_bytes
-        except FileNotFoundError:
-            return False
 
     def _read_slabs(self) -> None:
         for slab in range(self.slabs):
