@@ -8,13 +8,15 @@ last token of a prompt is always computed. Trouble with the daemon is a miss. A 
 plain full attention over token ids runs as it would without us, and ``Report.why`` names what stood in the way.
 """
 
+import contextlib
 import copy
 import hashlib
 import inspect
 import json
 import mmap
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -64,6 +66,7 @@ class TerraceCache:
         self.unfit = _unfit(model)
         """What makes this model one that is never cached; None for a model that is."""
         self._client: Client | None = None
+        self._memory = _Memory()
         parameters = inspect.signature(model.forward).parameters
         # Older versions of transformers know it by the second name only.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -187,7 +190,7 @@ class TerraceCache:
         """Layers without content, all in one piece of memory, so that a block's runs lie at even distances."""
         shapes = [(2, 1, heads, tokens, dim) for heads, dim in self._heads_dims]
         sizes = [prod(shape) for shape in shapes]
-        memory = _fresh_memory(sum(sizes), self._dtype).split(sizes)
+        memory = self._memory.lend(sum(sizes), self._dtype).split(sizes)
         return [RoomyLayer(*part.view(shape)) for part, shape in zip(memory, shapes, strict=True)]
 
     def _blocks(self, cache: DynamicCache) -> Blocks:
@@ -290,6 +293,30 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
+class _Memory:
+    """Memory for one prompt's KV, lent again to the next once no tensor in it is left.
+
+    A first write to fresh pages costs twice the copy itself even when they are huge, and far more in a virtual
+    machine that took them back meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._lent: Callable[[], object | None] = lambda: None
+
+    def lend(self, items: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised items in a row; what is lent already is never lent twice."""
+        size = items * dtype.itemsize
+        if self._memory is None or len(self._memory) < size or self._lent() is not None:
+            # Rounded up for longer prompts to come: what is not written costs nothing.
+            self._memory = mmap.mmap(-1, 1 << size.bit_length(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(AttributeError, OSError):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(self._memory)
+        self._lent = weakref.ref(view)  # the tensor's storage keeps the view alive, and nothing else does
+        return torch.frombuffer(view, dtype=dtype, count=items)
+
+
 class _FirstToken(StoppingCriteria):  # type: ignore[misc]
     """Never stops anything: ``generate`` asks it after each token, so it sees the moment of the first."""
 
@@ -366,17 +393,6 @@ def _ahead_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
 def _keep(cache: DynamicCache, tokens: int) -> None:
     for layer in cache.layers:
         layer.keep(tokens)
-
-
-def _fresh_memory(items: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed memory in huge pages where the system has them: a first write to ordinary fresh pages costs several
-    times the copy itself."""
-    memory = mmap.mmap(-1, max(items * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):
-        pass
-    return torch.frombuffer(memory, dtype=dtype, count=items)
 
 
 def _since(started: float) -> float:

@@ -286,6 +286,24 @@ def test_a_cache_returned_by_prefill_serves_a_loop_of_ones_own() -> None:
     assert tokens == expected
 
 
+def test_a_prompt_gets_the_memory_of_the_last_one_unless_that_is_still_in_use() -> None:
+    cache = cached(MODEL)
+    first = cache.prefill(prompt(4 * BLOCK, 1))
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in first.cache.layers]
+    place = first.cache.layers[0].keys.data_ptr()
+    second = cache.prefill(prompt(4 * BLOCK, 2))
+    assert second.cache.layers[0].keys.data_ptr() != place
+    for layer, (keys, values) in zip(first.cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    place = second.cache.layers[0].keys.data_ptr()
+    one_tensor = second.cache.layers[-1].values
+    del second
+    assert cache.prefill(prompt(4 * BLOCK, 3)).cache.layers[0].keys.data_ptr() != place
+    del one_tensor
+    places = {cache.prefill(prompt(n, 4)).cache.layers[0].keys.data_ptr() for n in (4 * BLOCK, 5, 3 * BLOCK + 1)}
+    assert len(places) == 1
+
+
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(
     "other",
