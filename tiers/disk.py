@@ -102,7 +102,7 @@ class DiskTier:
             self._warn_of_foreign_files()
             gone = self._shelf.shrink() + self._shelf.lost
             self._rebuild = upkeep.Rebuild(self._catalog, self._shelf, self._namespaces, scan=not whole, gone=gone)
-            if whole:
+            if not self._rebuild.scanning:
                 self._owned.opened(self._namespaces.identity)
         except BaseException:
             self._catalog.close()

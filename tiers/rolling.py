@@ -54,14 +54,22 @@ class Roller:
         self._shelf.trim()
         while self._shelf.over_limit() and self._evict(save=False):
             pass
-        if not self._shelf.can_advance() and not self._evict(save=False):
+        if not self._shelf.can_advance() and not self._evict_now():
             self._ledger.last_error = "every segment is being read or written"
             return False
-        if not self._shelf.advance() and not (self._evict(save=False) and self._shelf.advance()):
+        if not self._shelf.advance() and not (self._evict_now() and self._shelf.advance()):
+            self._ledger.last_error = "the disk has no room for a segment"
             return False
         if not self._shelf.can_advance():
             self._evict(save=True)
         return True
+
+    def _evict_now(self) -> bool:
+        """Evict for room that is needed at once, from the full active segment when no other is idle."""
+        if self._evict(save=False):
+            return True
+        self._shelf.seal()
+        return self._evict(save=False)
 
     def _evict(self, save: bool) -> bool:
         """Empty the oldest idle segment; False when there is none. ``save`` appends anew those of its blocks that were

@@ -234,10 +234,10 @@ class Shelf:
             dropped.append(segment.number)
         return dropped
 
-    def seal(self, segment: Segment) -> None:
-        """Append no more to a segment."""
+    def seal(self, segment: Segment | None = None) -> None:
+        """Append no more to this segment, or to whichever is active."""
         with self._lock:
-            if self._active is segment:
+            if segment is None or self._active is segment:
                 self._active = None
 
     def trim(self) -> None:

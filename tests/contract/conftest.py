@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from terracekv.tests.blocks import registered
+from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slots import SlotTable
 from terracekv.tiers.tier import Tier
 
 HOLDS_BYTES = 8 << 20
@@ -40,7 +43,17 @@ def open_buffered_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -
         yield tier
 
 
-OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk}
+@contextmanager
+def open_host(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
+    slab_bytes = 1 << 20
+    arena = Arena(folder / "host", size_bytes=holds_bytes, slab_bytes=slab_bytes)
+    table = SlotTable(folder / "host" / "slots", arena_bytes=holds_bytes, slab_bytes=slab_bytes, adopt=arena.adopted)
+    with closing(HostTier(arena, table, namespaces)) as tier:
+        arena.prepare()
+        yield tier
+
+
+OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk, "host": open_host}
 
 
 @pytest.fixture
