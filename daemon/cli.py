@@ -212,10 +212,11 @@ def _print_status(answer: dict[str, Any]) -> None:
         filled = round(20 * used / capacity) if capacity else 0
         bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (20 - filled), style="dim")
         counts = (tier["blocks"], tier["leased_blocks"], counters["hits"], counters["misses"])
-        evicted = sum(counters["evictions"].values())
+        evicted = counters["evictions"].get("capacity", 0)
         numbers = (f"{count:,}" for count in (*counts, evicted))
         table.add_row(name, tier["mode"], show(used), bar, show(capacity), *numbers)
-    console.print("", table)
+    console.print()
+    console.print(table)
     for name, tier in answer["tiers"].items():
         if tier["last_error"]:
             console.print(f"{name}: last error: {tier['last_error']}", style="red")
@@ -236,7 +237,7 @@ def _print_rows(console: Any, title: str, rows: list[dict[str, Any]], columns: d
     from rich.table import Table
 
     if not rows:
-        console.print("", f"no {title}")
+        console.print(f"no {title}")
         return
     table = Table(*columns, box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
     shown: dict[str, Callable[[Any], str]] = {
@@ -247,7 +248,8 @@ def _print_rows(console: Any, title: str, rows: list[dict[str, Any]], columns: d
     }
     for row in rows:
         table.add_row(*(shown.get(key, str)(row[key]) for key in columns.values()))
-    console.print("", table)
+    console.print()
+    console.print(table)
 
 
 def _lookups(counts: dict[str, Any]) -> str:

@@ -18,13 +18,21 @@ MAY_IMPORT = {
     "connector": {"kernels", "tiers.block", "daemon.protocol"},
 }
 LIBRARIES = {
-    "aiohttp": {"daemon/http_door.py"},
+    "aiohttp": {
+        "daemon/http_blocks.py",
+        "daemon/http_door.py",
+        "daemon/http_messages.py",
+        "daemon/http_queries.py",
+        "daemon/http_routes.py",
+    },
     "lmdb": {"tiers/catalog.py"},
     "msgspec": {
         "connector/connection.py",
         "daemon/config.py",
         "daemon/engine_door.py",
-        "daemon/http_door.py",
+        "daemon/http_messages.py",
+        "daemon/http_queries.py",
+        "daemon/http_routes.py",
         "daemon/protocol.py",
     },
     "numpy": {"kernels/host.py"},
@@ -37,7 +45,7 @@ LIBRARIES = {
     "xxhash": {"tiers/checksum.py"},
 }
 """The modules that may import a library. What is not named here may be imported nowhere."""
-BROAD_EXCEPT = {"daemon/__main__.py": 1, "daemon/engine_door.py": 3, "daemon/mover.py": 1}
+BROAD_EXCEPT = {"daemon/__main__.py": 1, "daemon/engine_door.py": 3, "daemon/http_door.py": 1, "daemon/mover.py": 1}
 """How often a module may catch ``Exception``: once for the outermost frame of each kind of task that it runs."""
 READS_ENVIRONMENT = {"daemon/config.py"}
 ONLY_NAMES = {"tiers/errors.py"}
