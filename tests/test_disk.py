@@ -173,6 +173,13 @@ def test_segments_in_use_are_not_evicted_and_nothing_evictable_is_full(disk: Dis
         tier.check()
 
 
+def test_a_write_of_the_old_epoch_is_refused_after_a_flush(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        disk.namespaces.raise_epoch(disk.namespace.id)
+        assert put(tier, disk.namespace, name(1)) is Outcome.STALE
+        assert tier.status().blocks == 0
+
+
 def test_reclaiming_after_a_flush_empties_the_catalog(disk: Disks) -> None:
     other = registered(disk.namespaces, 2)
     with closing(disk.open()) as tier:
