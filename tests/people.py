@@ -3,14 +3,19 @@
 Owns what it opens. Called by tests on their event loop. Imports aiohttp's client, ``daemon`` and ``tiers``.
 """
 
+import asyncio
 import contextlib
+import hashlib
+import inspect
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
+import uvloop
 
 from terracekv.daemon.config import Config, load_config
 from terracekv.daemon.http_door import HttpDoor
@@ -30,6 +35,8 @@ BLOCK_BYTES = 20_000
 BLOCK_TOKENS = 16
 SEGMENT_BYTES = 1 << 20
 MODEL = "org/some model"
+
+uvloop.new_event_loop().close()  # the first one of a process opens a pipe for signals that stays
 
 
 @dataclass
@@ -54,6 +61,17 @@ class People:
             body = payload_of(block_id(key, shard), namespace.id, namespace.block_bytes)
             async with self.client.put(url(namespace, key, shard), data=body, params=query) as answer:
                 assert answer.status in (200, 201), await answer.text()
+
+    async def lookup(self, namespace: Namespace, keys: list[bytes]) -> int:
+        """Matched blocks, as the door says."""
+        body = {"namespace": namespace.id.hex(), "keys": [key.hex() for key in keys]}
+        status, found = await self.ask("POST", "/v1/lookup", body)
+        assert status == 200, found
+        return int(found["matched_blocks"])
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection without a client, to send what no client would."""
+        return await asyncio.open_unix_connection(str(self.door.path))
 
     async def ask(self, method: str, route: str, body: Any = None, **options: Any) -> tuple[int, Any]:
         """Status and decoded answer."""
@@ -109,6 +127,7 @@ async def people(
         async with aiohttp.ClientSession("http://localhost", connector=connector) as client:
             yield People(store, sessions, door, client, folder)
             await mover.drain()
+            await asyncio.sleep(0.01)  # let go of what was written
             store.check()
             sessions.check()
     finally:
@@ -127,3 +146,37 @@ def whole(namespace: Namespace, key: bytes, shard: int = 0) -> bytes:
 def said(body: bytes) -> str:
     """A checksum header."""
     return f"xxh3-64:{checksum(body):016x}"
+
+
+def keys_of(count: int, first: int = 0) -> list[bytes]:
+    """Keys that are digests of numbers."""
+    return [hashlib.sha256(b"key %d" % number).digest() for number in range(first, first + count)]
+
+
+def served(loops: tuple[str, ...] = ("uvloop",), **options: Any) -> Callable[..., Callable[..., None]]:
+    """Makes a test of ``async def scenario(people, other fixtures)``, run on each of ``loops``; see ``people``."""
+
+    def decorate(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        def test(shm_dir: Path, loop: str, **fixtures: Any) -> None:
+            async def run() -> None:
+                async with people(shm_dir, **options) as opened:
+                    await scenario(opened, **fixtures)
+
+            uvloop.run(run()) if loop == "uvloop" else asyncio.run(run())
+
+        ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("shm_dir", "loop")]
+        theirs = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for p in [*inspect.signature(scenario).parameters.values()][1:]
+        ]
+        test.__signature__ = inspect.Signature(ours + theirs)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
+        return pytest.mark.parametrize("loop", loops)(test)
+
+    return decorate
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that is sure to come; the test's own timeout is the limit."""
+    while not condition():
+        await asyncio.sleep(0.002)
