@@ -42,6 +42,7 @@ class HostTier:
     def __init__(self, arena: Arena, table: SlotTable, namespaces: Namespaces) -> None:
         self._arena = arena
         self._table = table
+        self._namespaces = namespaces
         self._lock = threading.Lock()
         self._spaces: dict[int, Space] = {}
         self._leases: dict[int, int] = {}
@@ -54,9 +55,9 @@ class HostTier:
         self.counters = Counters()
         self.on_evict: Callable[[Namespace, list[bytes], str], None] = lambda namespace, ids, reason: None
         """Called under the lock, with what left and why (capacity, flush, delete, damaged); must be quick."""
-        self.adopted_blocks = self._adopt(namespaces)
+        self.adopted_blocks = self._adopt()
 
-    def _adopt(self, namespaces: Namespaces) -> int:
+    def _adopt(self) -> int:
         adopted = 0
         for record in list(self._table.occupied()):
             if not self._table.intact(record):
@@ -70,7 +71,7 @@ class HostTier:
                     self._orphans.setdefault(session, []).append(record)
             else:
                 held = self._table.sealed(record)
-                namespace = namespaces.get(held.namespace) or namespaces.adopt(held.namespace, held.epoch)
+                namespace = self._namespaces.adopt(held.namespace, held.epoch)
                 space = self._space(namespace, held.payload_bytes)
                 fits = slot_bytes_for(held.payload_bytes) == self._table.slot_bytes(record) == space.slot_bytes
                 if held.epoch != namespace.epoch or not fits or held.block in space.order:
@@ -240,6 +241,9 @@ class HostTier:
 
     def put(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Outcome:
         """See ``Tier.put``."""
+        assert len(payload) >= namespace.block_bytes
+        if not self._namespaces.is_current(namespace):
+            return Outcome.STALE
         (slot,) = self.reserve(namespace, [id], DAEMON)
         if isinstance(slot, Outcome):
             return slot
@@ -248,19 +252,19 @@ class HostTier:
 
     def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
         """See ``Tier.get``."""
+        assert len(into) >= namespace.block_bytes
         (slot,) = self.acquire(namespace, [id])
-        if slot is None:
-            self.counters.misses += 1
-            return Outcome.MISS
-        try:
-            if self.unverified(slot) and self.verify(namespace, id, slot) is Outcome.DAMAGED:
-                return Outcome.DAMAGED
-            into[: namespace.block_bytes] = self.payload(slot, namespace.block_bytes)
-            self.counters.hits += 1
-            self.counters.get_bytes += namespace.block_bytes
-            return Outcome.HIT
-        finally:
+        outcome = Outcome.MISS
+        if slot is not None:
+            outcome = self.verify(namespace, id, slot) if self.unverified(slot) else Outcome.HIT
+            if outcome is Outcome.HIT:
+                into[: namespace.block_bytes] = self.payload(slot, namespace.block_bytes)
             self.release([slot])
+        with self._lock:
+            self.counters.misses += outcome is Outcome.MISS
+            self.counters.hits += outcome is Outcome.HIT
+            self.counters.get_bytes += namespace.block_bytes * (outcome is Outcome.HIT)
+        return outcome
 
     def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.delete``. Bytes under a lease stay readable for its holder until it is released."""
@@ -318,8 +322,7 @@ class HostTier:
             assert sealed == listed | self._doomed and not listed & self._doomed, "sealed slots are not those listed"
             assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
             assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
-            assert min(self._leases.values(), default=1) > 0
-            assert self._unverified <= sealed
+            assert min(self._leases.values(), default=1) > 0 and self._unverified <= sealed
 
     def leases(self) -> dict[int, int]:
         """Leases held, by slot record: what the sessions' books must add up to."""
@@ -341,20 +344,26 @@ class HostTier:
 
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
-        spared = 0
+        spared, spared_max, in_use = 0, len(self._leases) + 8, set[int]()
         while self._table.free_slots(space.slot_bytes) < wanted:
             oldest = [(entry, each) for each in self._spaces.values() if (entry := each.order.oldest())]
-            if not oldest or spared > len(self._leases) + 8:
+            if not oldest or spared > spared_max:
                 return
             (id, place, _), victim = min(oldest, key=lambda pair: pair[0][2])
             record = place * RECORD_BYTES
             if id in keep:
                 return
-            if victim.slot_bytes == space.slot_bytes and record not in self._leases:
-                self._drop(victim, [id], "capacity")
-            elif victim.slot_bytes == space.slot_bytes or not self._empty_slab(self._table.slab_of(record)):
-                victim.order.spare(id)
-                spared += 1
+            if victim.slot_bytes == space.slot_bytes:
+                if record not in self._leases:
+                    self._drop(victim, [id], "capacity")
+                    continue
+            elif (slab := self._table.slab_of(record)) not in in_use:
+                if self._empty_slab(slab):
+                    continue
+                in_use.add(slab)
+                spared_max += len(self._table.slots_in_slab(slab))  # all may be older than any other slab's
+            victim.order.spare(id)
+            spared += 1
 
     def _empty_slab(self, slab: int) -> bool:
         """Evict a whole slab for another slot size, unless any of its slots is in use."""
