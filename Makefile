@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
 # The folders under their one import name, tests and bench included, which no wheel ships.
 export PYTHONPATH := $(CURDIR)/.ns
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL = $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
 BENCHES = $(filter-out bench/demo.py,$(sort $(shell grep -l __main__ bench/*.py)))
 # Tests that load torch, wherever they are: test goes without them and e2e runs them.
 WITH_MODEL = $(sort $(shell grep -rlE '^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)' tests --include='test_*.py'))
