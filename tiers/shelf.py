@@ -42,6 +42,11 @@ class Segment:
         self.unsynced = False
         self._hits: bytearray | None = None
 
+    @property
+    def hit(self) -> bool:
+        """Whether any record was read."""
+        return self._hits is not None
+
     def mark(self, page: int) -> None:
         """Note that the record at ``page`` was read. A record has at least two pages, so two share no bit."""
         if self._hits is None:
