@@ -150,7 +150,7 @@ def test_docstring_says_what_the_module_owns_who_calls_it_and_what_it_imports(pa
     assert re.search(r"\bimports?\b|\bstandard library\b", text, re.I), "what does it import?"
     if name(path) not in ONLY_NAMES:
         assert re.search(r"\bown(s|ed)?\b|\bpure\b", text, re.I), "what does it own?"
-        assert re.search(r"\b(call(s|ed)?|used|runs?|threads?|written by)\b", text, re.I), "who calls it?"
+        assert re.search(r"\b(call(s|ed)?|used|runs?|threads?|written|read by)\b", text, re.I), "who calls it?"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
