@@ -14,7 +14,7 @@ from terracekv.tiers.entry import Entry
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespaces
-from terracekv.tiers.segment import SegmentFiles, pages_of
+from terracekv.tiers.segment import SegmentFiles
 from terracekv.tiers.shelf import Segment, Shelf
 from terracekv.tiers.tier import PAGE
 
@@ -90,33 +90,35 @@ class Roller:
     def _save_hits(self, segment: Segment) -> None:
         saving = segment.pages // 2
         after = -1
-        while saving and (rows := self._catalog.held(segment.number, after)):
-            for id, entry in rows:
-                pages = entry.end_page - entry.page
-                if segment.marked(entry.page) and pages <= saving and self._save(id, entry):
-                    saving -= pages
-            after = rows[-1][1].page
+        # Of the buffer only what the largest block takes is ever touched.
+        with mmap.mmap(-1, saving * PAGE) as buffer, memoryview(buffer) as view:
+            while saving and (rows := self._catalog.held(segment.number, after)):
+                for id, entry in rows:
+                    pages = entry.end_page - entry.page
+                    if segment.marked(entry.page) and pages <= saving and self._save(id, entry, view):
+                        saving -= pages
+                after = rows[-1][1].page
 
-    def _save(self, id: bytes, entry: Entry) -> bool:
+    def _save(self, id: bytes, entry: Entry, buffer: memoryview) -> bool:
         """Append a block of a segment under eviction anew, without rolling; False when it must go."""
-        room = self._shelf.take(entry.end_page - entry.page)
+        pages = entry.end_page - entry.page
+        room = self._shelf.take(pages)
         if room is None:
             return False
         target, page = room
         used = False
         try:
-            with mmap.mmap(-1, pages_of(entry.stored_bytes) * PAGE) as buffer, memoryview(buffer) as view:
-                record = self._files.read(entry.segment, entry.page, entry.stored_bytes, view)
-                if record is None or record.id != id or record.stored_bytes != entry.stored_bytes:
-                    return False
-                namespace = self._namespaces.get(record.namespace_id)
-                if namespace is None or namespace.stamp != entry.stamp:
-                    return False
-                self._files.write(replace(record, generation=target.number), page, view)
+            record = self._files.read(entry.segment, entry.page, entry.stored_bytes, buffer)
+            if record is None or record.id != id or record.stored_bytes != entry.stored_bytes:
+                return False
+            namespace = self._namespaces.get(record.namespace_id)
+            if namespace is None or namespace.stamp != entry.stamp:
+                return False
+            self._files.write(replace(record, generation=target.number), page, buffer)
             used = self._catalog.move([(id, entry, entry._replace(segment=target.number, page=page))])[0]
             return used
         except OSError as error:
             self._ledger.failed(error)
             return False
         finally:
-            self._shelf.done(target, page, entry.end_page - entry.page, used)
+            self._shelf.done(target, page, pages, used)
