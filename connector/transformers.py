@@ -65,7 +65,8 @@ class TerraceCache:
         self.block_tokens = block_tokens
         self.unfit = _unfit(model)
         """What makes this model one that is never cached; None for a model that is."""
-        self._client: Client | None = None
+        self.client: Client | None = None
+        """The session with the daemon; None when this model is never cached."""
         self._memory = _Memory()
         parameters = inspect.signature(model.forward).parameters
         # Older versions of transformers know it by the second name only.
@@ -77,7 +78,7 @@ class TerraceCache:
                 self.unfit = kept
             else:
                 self._heads_dims, self._dtype = kept
-                self._client = Client(
+                self.client = Client(
                     socket,
                     model=name or _name_of(model),
                     revision=revision or weights_digest(model),
@@ -139,19 +140,19 @@ class TerraceCache:
 
     def close(self) -> None:
         """End the session. Idempotent; prompts after it are computed without a cache."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if self.client is not None:
+            self.client.close()
+            self.client = None
         self.unfit = self.unfit or "closed"
 
     def _load(self, tokens: list[int], ahead_tokens: int) -> tuple[DynamicCache, Report]:
         """A cache with room for the prompt and ``ahead_tokens``, its leading blocks loaded where they are stored."""
-        assert self._client is not None
+        assert self.client is not None
         started = time.perf_counter()
         report = Report(len(tokens), len(tokens))
         loadable = (len(tokens) - 1) // self.block_tokens
-        keys = self._client.keys(tokens)[:loadable]
-        found = self._client.lookup(keys) if keys else None
+        keys = self.client.keys(tokens)[:loadable]
+        found = self.client.lookup(keys) if keys else None
         report.lookup_ms = _since(started)
         if found is None:
             report.why = "no_daemon" if loadable else "shorter_than_block"
@@ -164,7 +165,7 @@ class TerraceCache:
         blocks = 0
         if found is not None and found.blocks:
             _keep(cache, found.blocks * self.block_tokens)
-            loaded = self._client.load(keys[: found.blocks], self._blocks(cache).scatter)
+            loaded = self.client.load(keys[: found.blocks], self._blocks(cache).scatter)
             blocks = loaded.blocks
             report.loaded_tokens = tokens_by_tier(found.per_tier, blocks, self.block_tokens)
             if blocks < found.blocks:
@@ -177,13 +178,13 @@ class TerraceCache:
 
     def _store(self, tokens: list[int], cache: DynamicCache, report: Report) -> None:
         """Store the full blocks of ``tokens`` that are not stored yet."""
-        assert self._client is not None
+        assert self.client is not None
         started = time.perf_counter()
         full = len(tokens) // self.block_tokens
         if full * self.block_tokens > report.prompt_tokens - report.computed_tokens:
-            keys = self._client.keys(tokens)[:full]
+            keys = self.client.keys(tokens)[:full]
             if keys:
-                report.stored_blocks = self._client.store(keys, self._blocks(cache).gather).stored
+                report.stored_blocks = self.client.store(keys, self._blocks(cache).gather).stored
         report.store_ms = _since(started)
 
     def _roomy_layers(self, tokens: int) -> list["RoomyLayer"]:
