@@ -51,6 +51,9 @@ class Pins:
                 counts[f"skipped_{result}"] += 1
             elif id in self._held or not self._namespaces.is_current(namespace):
                 self._host.release([result])
+            elif self.bytes + size > self.bytes_max:  # another pin was quicker while this one waited
+                self._host.release([result])
+                counts["skipped_pin_limit"] += 1
             else:
                 self._held[id] = (namespace, result, until)
                 self.bytes += size
