@@ -236,7 +236,7 @@ def test_a_record_written_in_part_is_told_from_a_whole_one(tmp_path: Path, cut: 
         assert table.intact(torn.record) == (after[:cut] == before[:cut])
 
 
-@pytest.mark.parametrize("state", [3, 77, 255])
+@pytest.mark.parametrize("state", [9, 77, 255])
 def test_a_state_that_does_not_exist_is_taken_for_a_torn_record(tmp_path: Path, state: int) -> None:
     with table_in(tmp_path) as table:
         slot, whole = taken(table), taken(table)
