@@ -128,6 +128,18 @@ def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
     assert {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted} == set(LIBRARIES)
 
 
+def test_all_that_is_depended_on_is_pinned_and_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    }
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {entry.replace("_", "-").lower() for entry in wanted} <= {pin.replace("_", "-").lower() for pin in pins}
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    assert [entry for entry in wanted if not re.search(rf"\b{entry}\b", page)] == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_module_fits_in_the_head(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LINES_MAX
