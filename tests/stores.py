@@ -17,6 +17,7 @@ from terracekv.daemon.mover import Mover
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import Store
 from terracekv.tests.blocks import name, payload_of
+from terracekv.tests.harness import until
 from terracekv.tests.hosts import Host
 from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
@@ -43,12 +44,15 @@ class HeldDisk(DiskTier):
         self.writes: list[bytes] = []
         self.reading = threading.Event()
         self.writing = threading.Event()
+        self.held = set[bytes]()
+        """Blocks whose reads wait until they are taken out of here."""
         self.reading.set()
         self.writing.set()
 
     def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
         self.reads.append(id)
         assert self.reading.wait(HELD_S)
+        until(lambda: id not in self.held, "the block is let go", HELD_S)
         return super().get(namespace, id, into)
 
     def put(self, namespace: Namespace, id: bytes, payload: memoryview, checksum: int) -> Outcome:
@@ -138,6 +142,7 @@ class World:
         if self.disk is not None:
             self.disk.reading.set()
             self.disk.writing.set()
+            self.disk.held.clear()
         self.mover.close()
         if self.disk is not None:
             self.disk.close()
