@@ -233,8 +233,8 @@ def test_a_block_whose_shards_all_fail_is_told_of_once(worlds: Worlds) -> None:
         leased = await scheduler.ask(Acquire(5, KEYS[0], 20_000))
         assert isinstance(leased, Leased)
         assert await scheduler.read() == Failed(leased.lease, [0], "failed")
-        failpoint.disarm()
         await w.idle()
+        failpoint.disarm()
         assert isinstance(await scheduler.ask(Lookup(6, b"", 1000)), Found), "told once"
 
     worlds.run(told(story), shards=2)
