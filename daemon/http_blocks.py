@@ -99,14 +99,9 @@ class Blocks:
     async def delete(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Forget the block in every tier. Idempotent; whoever reads it may finish."""
         namespace, id = self._target(names)
-        store = self._store
-        unpinned = store.pins.unpin([id])
-        done = {"host": {"unpinned": unpinned}} if unpinned else {}
-        for name, tier in store.tiers.items():
-            gone = await store.mover.load(lambda tier=tier: tier.delete(namespace, [id]))  # type: ignore[misc]
-            done.setdefault(name, {})["deleted"] = gone
-        skipped = {} if any(verbs["deleted"] for verbs in done.values()) else {"absent": 1}
-        return reply(request, Done(namespace.id.hex(), 1, done, skipped))
+        counts = await self._store.delete(namespace, [id])
+        done = {tier: {"deleted": count} for tier, count in counts.items()}
+        return reply(request, Done(namespace.id.hex(), 1, done, {} if any(counts.values()) else {"absent": 1}))
 
     def _target(self, names: Mapping[str, str]) -> tuple[Namespace, bytes]:
         namespace = find_namespace(self._store, names["ns"])

@@ -127,7 +127,7 @@ class HttpDoor:
         for server, _ in self._open:
             for connection in server.connections:
                 if connection not in busy:
-                    connection.close()
+                    connection.force_close()
         until = time.monotonic() + grace_s
         while self._busy and time.monotonic() < until:
             await asyncio.sleep(0.01)

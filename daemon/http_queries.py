@@ -203,9 +203,8 @@ def _check_form(wanted: Chain) -> tuple[bytes | None, list[str]]:
     """Tokens as they were sent, or None and the keys."""
     tokens = tokens_of(wanted)
     if (tokens is None) == (wanted.keys is None):
-        raise BadRequest(
-            f"{'neither' if tokens is None else 'both'} tokens and keys are given", "give one of them: tokens or keys"
-        )
+        given = "neither tokens nor keys" if tokens is None else "both tokens and keys"
+        raise BadRequest(f"{given} are given", "give one of them: tokens or keys")
     return tokens, wanted.keys or []
 
 

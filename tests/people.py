@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import inspect
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -120,8 +121,9 @@ async def people(
     mover = Mover(threads=2, queue_bytes=64 << 20)
     store = Store(namespaces=namespaces, host=host, disk=disk, mover=mover, admission=admission)
     sessions = Sessions(store)
-    door = HttpDoor(store=store, sessions=sessions, config=config, started=time.monotonic())
+    door = None
     try:
+        door = HttpDoor(store=store, sessions=sessions, config=config, started=time.monotonic())
         await door.listen()
         connector = aiohttp.UnixConnector(str(door.path), limit=0)
         async with aiohttp.ClientSession("http://localhost", connector=connector) as client:
@@ -131,7 +133,8 @@ async def people(
             store.check()
             sessions.check()
     finally:
-        await door.close(1.0)
+        if door is not None:
+            await door.close(1.0)
         mover.close()
         if disk is not None:
             disk.close()
@@ -171,7 +174,8 @@ def served(loops: tuple[str, ...] = ("uvloop",), **options: Any) -> Callable[...
         ]
         test.__signature__ = inspect.Signature(ours + theirs)  # type: ignore[attr-defined]
         test.__name__, test.__doc__ = scenario.__name__, scenario.__doc__
-        return pytest.mark.parametrize("loop", loops)(test)
+        decorated: Callable[..., None] = pytest.mark.parametrize("loop", loops)(test)
+        return decorated
 
     return decorate
 
@@ -180,3 +184,36 @@ async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that is sure to come; the test's own timeout is the limit."""
     while not condition():
         await asyncio.sleep(0.002)
+
+
+async def nothing_is_held(people: People) -> None:
+    """No lease and no reservation, once the daemon's own work is done."""
+    await people.store.mover.drain()  # a write to disk holds a lease of its own
+    await asyncio.sleep(0.01)
+    details = people.store.host.status().details
+    assert (details["reserved_blocks"], details["leased_blocks"]) == (0, 0)
+
+
+async def fetch(people: People, where: str, **headers: str) -> tuple[int, bytes, Any]:
+    """Status, body and headers."""
+    async with people.client.get(where, headers=headers) as answer:
+        return answer.status, await answer.read(), answer.headers
+
+
+async def head_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers of an answer."""
+    lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    fields = dict(line.lower().split(": ", 1) for line in lines[1:] if line)
+    return int(lines[0].split()[1]), fields
+
+
+async def answer_of(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Status and decoded body of an answer."""
+    status, fields = await head_of(reader)
+    return status, json.loads(await reader.readexactly(int(fields["content-length"])))
+
+
+def put_head(where: str, length: int | None, *more: str) -> bytes:
+    """The head of an upload; without a length it is chunked."""
+    size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    return "\r\n".join([f"PUT {where} HTTP/1.1", "Host: localhost", size, *more, "", ""]).encode()
