@@ -6,8 +6,13 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PYTHONPATH := $(CURDIR)/.ns
 INSTALL = $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
 BENCHES = $(filter-out bench/demo.py,$(sort $(shell grep -l __main__ bench/*.py)))
-# Tests that load torch, wherever they are: test goes without them and e2e runs them.
-WITH_MODEL = $(sort $(shell grep -rlE '^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)' tests --include='test_*.py'))
+# Tests that load torch, by themselves or through a helper: test goes without them and e2e runs them.
+TORCH = ^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)
+HELPERS = none $(patsubst tests/%.py,%,$(filter-out tests/test_%,$(shell grep -lE '$(TORCH)' tests/*.py)))
+empty :=
+space := $(empty) $(empty)
+BY_HELPER = terracekv.tests.($(subst $(space),|,$(strip $(HELPERS))))
+WITH_MODEL = $(sort $(shell grep -rlE '$(TORCH)|$(BY_HELPER)' tests --include='test_*.py'))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
