@@ -60,7 +60,7 @@ class HostTier:
     def _adopt(self) -> int:
         adopted = 0
         for record in list(self._table.occupied()):
-            if not self._table.intact(record):
+            if not self._table.intact(record) or self._table.state(record) is State.DOOMED:
                 self._table.free(record)
             elif self._table.state(record) is State.WRITING:
                 session = self._table.writer(record)
@@ -318,7 +318,7 @@ class HostTier:
                     assert (held.block, held.namespace, held.epoch) == (id, space.namespace.id, space.namespace.epoch)
                     listed.add(held.record)
             states = {record: self._table.state(record) for record in self._table.occupied()}
-            sealed = {record for record, state in states.items() if state is State.SEALED}
+            sealed = {record for record, state in states.items() if state is not State.WRITING}
             assert sealed == listed | self._doomed and not listed & self._doomed, "sealed slots are not those listed"
             assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
             assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
@@ -381,13 +381,13 @@ class HostTier:
             return 0
         gone = []
         for id in ids:
-            place = space.order.discard(id)
-            if place is None:
+            if (place := space.order.discard(id)) is None:
                 continue
             gone.append(id)
             record = place * RECORD_BYTES
             if record in self._leases:
                 self._doomed.add(record)
+                self._table.doom(record)
             else:
                 self._free(record)
         if gone:

@@ -3,8 +3,9 @@
 Owns ``slots`` in the runtime folder. Written by the host tier under its lock; engines map it for reading, to compare
 generations after a copy. Imports ``block``, ``checksum`` and ``errors``.
 
-A slot is FREE -> WRITING -> SEALED -> FREE. Its generation changes whenever it enters or leaves FREE, and always
-before its bytes may change, so whoever copied bytes and then finds another generation has copied nothing.
+A slot is FREE -> WRITING -> SEALED -> FREE; one that is leased while its block goes is DOOMED until the last lease ends.
+Its generation changes whenever it enters or leaves FREE, and always before its bytes may change, so whoever copied
+bytes and then finds another generation has copied nothing.
 The table lives as long as the bytes that it describes: a restarted daemon adopts both, a reboot clears both.
 """
 
@@ -43,9 +44,10 @@ class State(IntEnum):
     FREE = 0
     WRITING = 1
     SEALED = 2
+    DOOMED = 3
 
 
-_FREE, _WRITING, _SEALED = (int(state) for state in State)  # an enum's call costs more than the rest of a step
+_FREE, _WRITING, _SEALED, _DOOMED = (int(state) for state in State)  # an enum's call costs more than the rest of a step
 _NOTHING = (bytes(34), bytes(32), 0, 0, 0)
 
 
@@ -214,9 +216,15 @@ class SlotTable:
         assert self._table[slot.record + _STATE_AT] == _WRITING and self.current(slot)
         self._write(slot.record, slot.generation, 0, _SEALED, block, namespace, epoch, payload_bytes, digest)
 
-    def sealed(self, record: int) -> Sealed:
-        """What a SEALED slot holds."""
+    def doom(self, record: int) -> None:
+        """SEALED -> DOOMED: the bytes stay for those who lease them, and no restart lists them again."""
         assert self._table[record + _STATE_AT] == _SEALED
+        generation, writer, _, *what = _BODY.unpack_from(self._table, record)
+        self._write(record, generation, writer, _DOOMED, *what)
+
+    def sealed(self, record: int) -> Sealed:
+        """What a SEALED or DOOMED slot holds."""
+        assert self._table[record + _STATE_AT] in (_SEALED, _DOOMED)
         _, _, _, block, namespace, epoch, payload_bytes, digest = _BODY.unpack_from(self._table, record)
         return Sealed(record, block, namespace, epoch, payload_bytes, digest)
 
@@ -231,7 +239,7 @@ class SlotTable:
         return bool(answer[0] == fcntl.F_UNLCK)
 
     def free(self, record: int) -> None:
-        """WRITING or SEALED -> FREE. An emptied slab may serve another slot size."""
+        """WRITING, SEALED or DOOMED -> FREE. An emptied slab may serve another slot size."""
         assert self._table[record + _STATE_AT] != _FREE
         slab = self.slab_of(record)
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
