@@ -6,7 +6,7 @@ daemon left in host. Runs on the event loop; reads and hashes go through the mov
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from terracekv.daemon.mover import Meter, Mover
 from terracekv.daemon.stats import Stats
@@ -42,6 +42,10 @@ class Promoter:
     def coming(self) -> int:
         """Blocks on their way up."""
         return len(self._coming)
+
+    def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
+        """Promotions of these blocks that have not ended."""
+        return [coming for id, coming in self._coming.items() if id in ids]
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived

@@ -171,10 +171,30 @@ class Store:
             await asyncio.wait(pending)
         return outcomes, [self._is_durable(namespace, id) for id, _ in written]
 
-    def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
-        """Forget blocks in every tier: how many each had."""
+    async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
+        """Forget blocks in every tier: how many each had. Whoever reads one under a lease may finish."""
         self.pins.unpin(ids)
-        return {name: tier.delete(namespace, ids) for name, tier in self.tiers.items()}
+        counts = dict.fromkeys(self.tiers, 0)
+        # A block on its way from tier to tier arrives behind us, and would be listed again: so once more, until a round
+        # finds nothing and nothing moves.
+        while True:
+            gone = await self._forget(namespace, ids)
+            counts = {name: max(count, gone[name]) for name, count in counts.items()}
+            if moving := self._under_way(set(ids)):
+                await asyncio.wait(moving)
+            elif not any(gone.values()):
+                return counts
+
+    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Outcome]]":
+        """Moves of these blocks between tiers that have not ended."""
+        writes = self.write_through.under_way(ids) if self.write_through is not None else []
+        return self.promoter.under_way(ids) + writes
+
+    async def _forget(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
+        counts = {}
+        for name, tier in self.tiers.items():
+            counts[name] = await self.mover.load(lambda tier=tier: tier.delete(namespace, ids))  # type: ignore[misc]
+        return counts
 
     async def flush(self, namespace: Namespace, tier: str | None = None) -> dict[str, int]:
         """Make all blocks of a namespace misses, in every tier or in one: how many each had.
@@ -185,6 +205,7 @@ class Store:
             raise BadRequest(f"no tier {tier!r}", f"configured tiers: {', '.join(self.tiers)}")
         if tier is None:
             raised = await self.mover.load(lambda: self.namespaces.raise_epoch(namespace.id))
+            namespace = replace(raised, epoch=raised.epoch - 1)  # of two flushes at once each ends an epoch of its own
             self.events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
             self.pins.expire()
         counts = {}
