@@ -286,7 +286,7 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         start = self.keys.shape[2] if self.is_initialized else 0
         end = start + key_states.shape[2]
         ours = self.keys is self._held[0] and self.values is self._held[1]
-        if not ours or end > self._room[0].shape[2] or key_states.shape[0] != 1:
+        if not ours or end > self._room[0].shape[2]:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         for memory, states in zip(self._room, (key_states, value_states), strict=True):
             memory[:, :, start:end] = states

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -29,6 +29,8 @@ from terracekv.tests.tiny_engine import (
     use_memory_client,
 )
 
+STEADY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
 
 @pytest.fixture(autouse=True)
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +47,15 @@ def test_a_prompt_seen_before_is_loaded_but_for_its_last_part() -> None:
     assert (second.loaded_tokens, second.computed_tokens, second.stored_blocks) == ({"host": 40}, 3, 0)
     assert second.why is None
     assert second.ttft_ms > second.lookup_ms + second.load_ms > 0
+    assert cache.client.stores == [(5, 5)]  # type: ignore[union-attr]
+
+
+def test_the_time_to_the_first_token_is_not_that_to_the_last() -> None:
+    clock = connector._FirstToken()
+    assert not clock(prompt(3), None).any()
+    first = clock.ttft_ms
+    assert not clock(prompt(4), None).any()
+    assert clock.ttft_ms == first > 0
 
 
 def test_a_cold_run_computes_the_very_same_floats_as_without_a_cache() -> None:
@@ -94,7 +105,7 @@ def test_bytes_of_any_dtype_come_back_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.fault(13)
 @given(shared=st.integers(0, 3 * BLOCK + 2), first=st.integers(0, 2 * BLOCK), second=st.integers(0, 2 * BLOCK))
-@settings(max_examples=40, deadline=None)
+@STEADY
 def test_exactly_the_shared_full_blocks_before_the_last_token_are_loaded(shared: int, first: int, second: int) -> None:
     MemoryClient.blocks.clear()
     cache = cached(MODEL)
@@ -227,7 +238,7 @@ def test_an_all_ones_mask_and_criteria_of_the_callers_own_are_honoured() -> None
 
 
 @given(st.lists(st.sampled_from(("append 1", "append 3", "crop", "repeat", "select", "reorder", "reset")), max_size=8))
-@settings(deadline=None)
+@STEADY
 def test_a_roomy_layer_is_a_dynamic_layer_whatever_is_done_to_it(steps: list[str]) -> None:
     generator = torch.Generator().manual_seed(1)
     plain, roomy = DynamicLayer(), RoomyLayer(*torch.full((2, 1, 2, 10, 4), 9.0))

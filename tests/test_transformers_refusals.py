@@ -54,6 +54,8 @@ def test_blocks_of_another_model_are_misses(other: Callable[[], PreTrainedModel]
 
 def test_the_digest_of_weights_is_that_of_their_bytes_and_notices_one_changed_element() -> None:
     one, two = tiny(), tiny()
+    for model in (one, two):
+        model.register_buffer("odd", torch.tensor([1, 2, 3], dtype=torch.uint8))
     assert weights_digest(one) == weights_digest(two)
     with torch.no_grad():
         for name, tensor in two.named_parameters():
@@ -63,6 +65,9 @@ def test_the_digest_of_weights_is_that_of_their_bytes_and_notices_one_changed_el
             assert weights_digest(one) != weights_digest(two), name
             place.copy_(before)
         assert weights_digest(one) == weights_digest(two)
+        two.get_buffer("odd")[2] = 4
+        assert weights_digest(one) != weights_digest(two)
+        two.get_buffer("odd")[2] = 3
         down = two.get_parameter("model.layers.1.mlp.down_proj.weight")
         down.copy_(down.flip(0))
         assert weights_digest(one) != weights_digest(two)
@@ -89,7 +94,12 @@ def adapted() -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("make", "named"),
-    [(sliding, "DynamicSlidingWindowLayer"), (stretched, "rope_type dynamic"), (adapted, "adapters")],
+    [
+        (sliding, "DynamicSlidingWindowLayer"),
+        (stretched, "rope_type dynamic"),
+        (adapted, "adapters"),
+        (lambda: tiny(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    ],
 )
 def test_a_model_whose_kv_is_not_its_prefix_alone_runs_without_a_cache_and_says_so(
     make: Callable[[], PreTrainedModel], named: str
@@ -103,6 +113,17 @@ def test_a_model_whose_kv_is_not_its_prefix_alone_runs_without_a_cache_and_says_
     assert (report.loaded_tokens, report.stored_blocks, report.computed_tokens) == ({}, 0, 5 * BLOCK)
     assert named in str(cache.prefill(ids).report.why)
     assert MemoryClient.blocks == {}
+
+
+def test_several_answers_to_one_prompt_are_not_cached() -> None:
+    output, report = cached(MODEL).generate(prompt(3 * BLOCK), do_sample=True, num_return_sequences=2, max_new_tokens=2)
+    assert output.shape == (2, 3 * BLOCK + 2)
+    assert report.why == "sample of 2: only one sequence at a time is cached"
+
+
+def test_the_namespace_bears_the_dtype_of_k_and_v() -> None:
+    assert cached(MODEL).client.dtype == "float32"  # type: ignore[union-attr]
+    assert cached(tiny(dtype=torch.bfloat16)).client.dtype == "bfloat16"  # type: ignore[union-attr]
 
 
 def test_an_encoder_decoder_is_refused_by_name() -> None:

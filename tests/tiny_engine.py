@@ -40,7 +40,7 @@ class MemoryClient:
         engine: str,
     ) -> None:
         assert layout.problem(block_tokens) is None
-        self.block_tokens, self.layout = block_tokens, layout
+        self.block_tokens, self.layout, self.dtype = block_tokens, layout, dtype
         self.namespace = namespace_id(
             model=model, revision=revision, dtype=dtype, layout=layout.digest(), block_tokens=block_tokens
         )
