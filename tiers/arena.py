@@ -1,7 +1,7 @@
 """The arena: one file on tmpfs that daemon and engines map, and through which every block's bytes pass.
 
 Owns ``arena`` and ``owner.lock`` in the runtime folder. Made by the daemon before anything else; ``prepare`` runs in
-a thread of its own, the rest is for any thread. Imports ``kernels.pages`` and ``errors``.
+a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget`` and ``errors``.
 
 Room for the whole arena is checked before start. Slabs (equal parts of it) are allocated with ``posix_fallocate``
 before anybody may write to them, so a shortage is an error with numbers and never a SIGBUS.
@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from terracekv.kernels.pages import populate
+from terracekv.tiers.budget import filesystem_type
 from terracekv.tiers.errors import InUse, NoRoom
 
 PREPARE_BYTES = 32 << 20
@@ -32,6 +33,7 @@ class Arena:
         assert size_bytes % slab_bytes == 0 and slab_bytes % mmap.PAGESIZE == 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / "arena"
+        self.filesystem = filesystem_type(folder)
         self.size_bytes = size_bytes
         self.slab_bytes = slab_bytes
         self.slabs = size_bytes // slab_bytes
