@@ -222,6 +222,10 @@ class Blocks(Client):
             assert found == payload_of(key, self.block_bytes, shard), f"{key.hex()} came back with other bytes"
         return loaded
 
+    def rejoin(self) -> None:
+        """Notice that the daemon went away, and wait until it is joined again."""
+        until(lambda: self.lookup([]).reason != "no_daemon", "the client joins by itself")
+
     def __enter__(self) -> "Blocks":
         return self
 

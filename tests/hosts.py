@@ -100,3 +100,14 @@ sys.stdin.read()
         process.stdout.readline()
         yield process
         process.kill()
+
+
+def is_locked(table: Path, byte: int) -> bool:
+    """Whether somebody holds a byte of the slot table."""
+    fd = os.open(table, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        ask = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        kind = struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_OFD_GETLK, ask))[0]
+        return bool(kind != fcntl.F_UNLCK)
+    finally:
+        os.close(fd)
