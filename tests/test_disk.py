@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 
 from terracekv.tests.blocks import BLOCK_BYTES, get, name, put, registered, verified
 from terracekv.tests.disks import CAP, PER_SEGMENT, SEGMENT, Disks, du
+from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.disk import least_capacity_bytes
+from terracekv.tiers.entry import Entry
 from terracekv.tiers.errors import ConfigError, InUse
 from terracekv.tiers.segment import SegmentFiles
 from terracekv.tiers.tier import Outcome
@@ -143,13 +146,31 @@ def test_blocks_that_were_hit_outlive_their_segment(disk: Disks) -> None:
         tier.check()
 
 
-def test_when_everything_is_hit_eviction_still_gains_room(disk: Disks) -> None:
+def test_when_everything_is_hit_at_most_half_of_a_segment_is_saved(
+    disk: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, most = 0, 0
+    move, drop = Catalog.move, Catalog.drop_segment
+
+    def moving(self: Catalog, moves: Sequence[tuple[bytes, Entry, Entry]]) -> list[bool]:
+        nonlocal saved
+        saved += len(moves)
+        return move(self, moves)
+
+    def dropping(self: Catalog, number: int) -> int:
+        nonlocal saved, most
+        saved, most = 0, max(most, saved)
+        return drop(self, number)
+
+    monkeypatch.setattr(Catalog, "move", moving)
+    monkeypatch.setattr(Catalog, "drop_segment", dropping)
     with closing(disk.open()) as tier:
         for index in range(20 * PER_SEGMENT):
             assert put(tier, disk.namespace, name(index)) is Outcome.STORED
             assert get(tier, disk.namespace, name(index))[0] is Outcome.HIT
         counters = tier.status().counters
         assert tier.status().blocks + counters.evictions["capacity"] == 20 * PER_SEGMENT
+        assert most == PER_SEGMENT // 2
         tier.check()
 
 

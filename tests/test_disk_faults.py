@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from terracekv.tests.disks import PER_SEGMENT, Disks
 from terracekv.tiers import failpoint
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.segment import Record, SegmentFiles
+from terracekv.tiers.segment import Record, SegmentFiles, decode
 from terracekv.tiers.tier import PAGE, Outcome
 
 Breaking = Callable[[Disks, pytest.MonkeyPatch], None]
@@ -127,6 +128,7 @@ def test_a_full_disk_means_a_smaller_tier(disk: Disks) -> None:
 REAL_ENOSPC = """
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from terracekv.tests.blocks import name, put, verified
 from terracekv.tests.disks import Disks
@@ -216,6 +218,25 @@ def test_wrong_bytes_are_a_counted_miss_that_the_next_put_heals(
         for index in range(2 * PER_SEGMENT):
             assert put(tier, disk.namespace, name(index)) in (Outcome.STORED, Outcome.PRESENT)
         assert verified(tier, disk.namespace, map(name, range(2 * PER_SEGMENT))) == 2 * PER_SEGMENT
+
+
+@pytest.mark.fault(10)
+@pytest.mark.parametrize(
+    "lie",
+    [{"id": name(9)}, {"namespace_id": b"x" * 32}, {"epoch": 1}, {"generation": 2}, {"checksum": 5}, {"codec": 3}],
+    ids=str,
+)
+def test_a_whole_record_of_something_else_is_not_served(disk: Disks, lie: dict[str, bytes | int]) -> None:
+    """The payload is right and the header is sound, but it says that the block is another."""
+    with closing(disk.open()) as tier:
+        put(tier, disk.namespace, name(0))
+        with open(disk.files()[0], "r+b") as file:
+            truth = decode(file.read(PAGE))
+            assert truth is not None
+            file.seek(0)
+            file.write(replace(truth, **lie).encode())  # type: ignore[arg-type]
+        assert get(tier, disk.namespace, name(0))[0] is Outcome.DAMAGED
+        assert tier.leading(disk.namespace, [name(0)]) == 0
 
 
 @pytest.mark.fault(10)
@@ -340,10 +361,10 @@ def test_a_replacement_published_while_damage_was_found_survives(disk: Disks, mo
         def read(self: SegmentFiles, number: int, page: int, stored_bytes: int, into: memoryview) -> Record | None:
             found = real(self, number, page, stored_bytes, into)
             monkeypatch.undo()
-            replace(tier)
+            publish_anew(tier)
             return found
 
-        def replace(tier: DiskTier) -> None:
+        def publish_anew(tier: DiskTier) -> None:
             tier.delete(disk.namespace, [name(0)])
             assert put(tier, disk.namespace, name(0)) is Outcome.STORED
 

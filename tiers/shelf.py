@@ -84,6 +84,7 @@ class Shelf:
         self._spares: list[tuple[int, int]] = []
         self._active: Segment | None = None
         self._creating = 0
+        self._draining: Segment | None = None
         found, self.foreign = files.found()
         for number, size in found.items():
             if ends is None:
@@ -210,13 +211,15 @@ class Shelf:
         """A segment all of whose blocks are forgotten becomes a spare, or is given back when it is over the limit.
 
         Whoever looked a place up before it was forgotten may still pin the segment, until it leaves the table here;
-        such readers are waited for, since after this the file's bytes are overwritten.
+        such readers are waited for, since after this the file's bytes are overwritten. One caller at a time.
         """
         with self._lock:
             if self._table.pop(segment.number, None) is None:
                 return
+            self._draining = segment
             while segment.readers:
                 self._drained.wait()
+            self._draining = None
             self._spares.append((segment.number, segment.size))
         self.trim()
 
@@ -317,10 +320,11 @@ class Shelf:
             assert self._cost() <= self.limit_bytes(), f"{self._cost()} bytes, limit {self.limit_bytes()}"
 
     def _bytes(self) -> int:
-        return sum(segment.size for segment in self._table.values()) + sum(size for _, size in self._spares)
+        held = sum(segment.size for segment in self._table.values()) + sum(size for _, size in self._spares)
+        return held + (self._draining.size if self._draining else 0)
 
     def _count(self) -> int:
-        return len(self._table) + len(self._spares)
+        return len(self._table) + len(self._spares) + bool(self._draining)
 
     def _cost(self) -> int:
         return self._bytes() + self._count() * OVERHEAD_BYTES + self._creating
