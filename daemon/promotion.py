@@ -12,6 +12,7 @@ from terracekv.daemon.mover import Meter, Mover
 from terracekv.daemon.stats import Stats
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import DAEMON, HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot, slot_bytes_for
@@ -157,6 +158,7 @@ class Promoter:
                 self._settle(id, Outcome.STALE if outcome is Outcome.HIT else outcome)
                 return
             (outcome,) = host.commit(namespace, [(id, slot, digest)])
+            failpoint("store.promoted")
             self._stats.promoted += 1
             # Held until all who wait have had their turn, or a reserve in between could evict the block again.
             held = [leased for leased in host.acquire(namespace, [id]) if leased is not None]

@@ -20,6 +20,7 @@ from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.errors import BadRequest, NotFound
 from terracekv.tiers.eviction import Ghosts
+from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot
@@ -159,6 +160,7 @@ class Store:
         outcomes = self.host.commit(
             namespace, [(id, slot, digest) for (id, slot), digest in zip(written, digests, strict=True)]
         )
+        failpoint("store.committed")
         stored = [id for (id, _), outcome in zip(written, outcomes, strict=True) if outcome is Outcome.STORED]
         self._emit("stored", namespace, stored, tier="host")
         if self.write_through is None:
@@ -169,6 +171,7 @@ class Store:
         pending = [write for write in writes.values() if write is not None]
         if pending:
             await asyncio.wait(pending)
+        failpoint("store.durable")
         return outcomes, [self._is_durable(namespace, id) for id, _ in written]
 
     async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The slot table: what each slot of the arena holds, in a tmpfs file that outlives the daemon.
 
 Owns ``slots`` in the runtime folder. Written by the host tier under its lock; engines map it for reading, to compare
-generations after a copy. Imports ``block``, ``checksum`` and ``errors``.
+generations after a copy. Imports ``checksum`` and ``failpoint``.
 
 A slot is FREE -> WRITING -> SEALED -> FREE; one that is leased while its block goes is DOOMED until the last lease ends.
 Its generation changes whenever it enters or leaves FREE, and always before its bytes may change, so whoever copied
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.failpoint import failpoint
 
 PAGE = 4096
 RECORD_BYTES = 128
@@ -209,12 +210,15 @@ class SlotTable:
         assert self._table[record + _STATE_AT] == _FREE
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
         self._write(record, generation, session, _WRITING, *_NOTHING)
+        failpoint("slots.taken")
         return self.slot(record)
 
     def seal(self, slot: Slot, block: bytes, namespace: bytes, epoch: int, payload_bytes: int, digest: int) -> None:
         """WRITING -> SEALED: the slot holds this block from now on, restarts included."""
         assert self._table[slot.record + _STATE_AT] == _WRITING and self.current(slot)
+        failpoint("slots.seal")
         self._write(slot.record, slot.generation, 0, _SEALED, block, namespace, epoch, payload_bytes, digest)
+        failpoint("slots.sealed")
 
     def doom(self, record: int) -> None:
         """SEALED -> DOOMED: the bytes stay for those who lease them, and no restart lists them again."""
@@ -243,7 +247,9 @@ class SlotTable:
         assert self._table[record + _STATE_AT] != _FREE
         slab = self.slab_of(record)
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
+        failpoint("slots.free")
         self._write(record, generation, 0, _FREE, *_NOTHING)
+        failpoint("slots.freed")
         self._free[slab].append(record)
         self._free_slots[self._slot_bytes[slab]] += 1
         self._open.setdefault(self._slot_bytes[slab], {})[slab] = None
@@ -316,6 +322,7 @@ class SlotTable:
             # Only the state is cleared: generations go on, or a reader of the slab's former life could be fooled.
             generation = _GENERATION.unpack_from(self._table, record)[0] + 1
             self._write(record, generation, 0, _FREE, *_NOTHING)
+        failpoint("slots.assign")
         _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, slot_bytes)
         self._free[slab] = list(reversed(self._records(slab)))
         self._free_slots[slot_bytes] += count

@@ -78,6 +78,8 @@ class Books:
     """Segment and page of headers that the test spoiled."""
     forgotten: set[bytes] = field(default_factory=set)
     """Deleted and not stored since."""
+    epochs: dict[bytes, int] = field(default_factory=dict)
+    """Of each namespace after the last step."""
     in_host: set[bytes] = field(default_factory=set)
     on_disk: dict[bytes, int] = field(default_factory=dict)
     """Listed after the last step, with the segment."""

@@ -31,10 +31,21 @@ LINES = (
     "disk.evicted",
     "disk.publish",
     "disk.published",
+    "namespaces.replace",
+    "namespaces.replaced",
     "segment.create",
     "segment.reuse",
     "segment.write",
     "segment.written",
+    "slots.assign",
+    "slots.free",
+    "slots.freed",
+    "slots.seal",
+    "slots.sealed",
+    "slots.taken",
+    "store.committed",
+    "store.durable",
+    "store.promoted",
 )
 """Lines at which the daemon may be killed."""
 GROWTH = {
