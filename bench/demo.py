@@ -30,7 +30,7 @@ QUESTIONS = (
 NAMESPACE = "SmolLM2-135M-Instruct"
 SHOWN = ("ttft_ms", "lookup_ms", "load_ms", "computed")
 COLD = "without the store"
-WARM = "with it, every question"
+WARM = "from host"
 PERSIST_S = 60.0
 ENGINE_MAIN = "from terracekv.bench.demo_engine import main; main()"
 ENVIRONMENT = {
@@ -149,20 +149,20 @@ def demo(times: float) -> int:
             return [(question, (before(), of.ask("cached", question))[1]) for question in QUESTIONS]
 
         table.row(COLD, plain, None)
-        table.row("with it, the first question of all", [(QUESTIONS[0], first.ask("cached", QUESTIONS[0]))], None)
+        table.row("with it, while it is empty", [(QUESTIONS[0], first.ask("cached", QUESTIONS[0]))], None)
         table.row(WARM, asked(first), "host")
         with engine(daemon) as second:
             second.ready()
-            table.row("asked of a second engine process", asked(second), "host")
+            table.row("from host, in another engine process", asked(second), "host")
         daemon.stop(kill=True)
         daemon.start()
         first.ask("join")
-        table.row("daemon killed with -9, started again", asked(first), "host")
+        table.row("from host, after kill -9 of the daemon", asked(first), "host")
         door = Door(daemon.runtime)
         persisted(door)
         flush = {"namespace": NAMESPACE, "tier": "host"}
         table.row(
-            "host emptied before each question", asked(first, lambda: door.ask("POST", "/v1/flush", flush)), "disk"
+            "from disk, host emptied each time", asked(first, lambda: door.ask("POST", "/v1/flush", flush)), "disk"
         )
 
     gain = table.ttft_ms[COLD] / table.ttft_ms[WARM]
