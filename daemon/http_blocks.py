@@ -12,7 +12,17 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from terracekv.daemon.http_messages import Done, Problem, Stored, go_ahead, next_piece, parse_key, reply, too_large
+from terracekv.daemon.http_messages import (
+    Done,
+    Problem,
+    Stored,
+    go_ahead,
+    next_piece,
+    parse_key,
+    reply,
+    too_large,
+    waits_for_leave,
+)
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
@@ -84,6 +94,7 @@ class Blocks:
         if isinstance(slot, Slot):
             outcome, digest = await self._receive(request, namespace, id, slot, wanted)
         elif slot is Outcome.PRESENT:
+            await _skip(request, namespace.block_bytes)
             outcome, digest = slot, None
         else:
             raise self._full(namespace)
@@ -187,6 +198,7 @@ class Blocks:
 
 
 async def _fill(room: memoryview, request: web.BaseRequest) -> None:
+    """The body into ``room``, of which it must fill every byte."""
     size, filled = len(room), 0
     await go_ahead(request)
     try:
@@ -201,6 +213,14 @@ async def _fill(room: memoryview, request: web.BaseRequest) -> None:
         raise Problem(408, "timeout", f"the upload took more than {UPLOAD_S_MAX:g} s", "send it faster") from None
     if filled < size:
         raise _too_short(filled, size)
+
+
+async def _skip(request: web.BaseRequest, size: int) -> None:
+    """Read a body that is not needed, if the client sends it unasked: it will look at no answer before its end."""
+    if not waits_for_leave(request):
+        skipped = 0
+        while skipped <= size and (piece := await next_piece(request, UPLOAD_IDLE_S)):
+            skipped += len(piece)
 
 
 async def _stream(request: web.BaseRequest, payload: memoryview, digest: int, tier: str) -> web.StreamResponse:

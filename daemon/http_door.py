@@ -52,9 +52,9 @@ REQUESTS_MAX = 1024
 """Requests under way at one time, transfers and event streams included; one more is answered 503."""
 BACKLOG = 512
 KEEPALIVE_S = 75.0
-LINGER_S = 2.0
+LINGER_S = 10.0
 """How long what is left of a refused body is read, so that the client gets to see the refusal."""
-READ_BYTES = 256 << 10
+READ_BYTES = 64 << 10
 CANCEL_S = 0.5
 LAG_PERIOD_S = 0.5
 LAG_FADES = 0.95
@@ -268,6 +268,7 @@ class HttpDoor:
             started=self._started,
             loop_lag_s=self._metrics.loop_lag_s,
             not_ready=self._reasons(),
+            requests=len(self._busy),
         )
         return reply(request, document)
 

@@ -234,9 +234,14 @@ class Bodies:
                 self._room.notify_all()
 
 
+def waits_for_leave(request: web.BaseRequest) -> bool:
+    """Whether the client sends no body before it is told to, or has its answer."""
+    return request.headers.get("Expect", "").lower() == "100-continue"
+
+
 async def go_ahead(request: web.BaseRequest) -> None:
-    """Tell a client that waits for leave to send its body that it has it."""
-    if request.headers.get("Expect", "").lower() == "100-continue":
+    """Give leave to send the body."""
+    if waits_for_leave(request):
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
 

@@ -18,15 +18,23 @@ from terracekv.tiers.tier import TierStatus
 
 
 def status_document(
-    store: Store, sessions: Sessions, config: Config, *, started: float, loop_lag_s: float, not_ready: list[str]
+    store: Store,
+    sessions: Sessions,
+    config: Config,
+    *,
+    started: float,
+    loop_lag_s: float,
+    not_ready: list[str],
+    requests: int,
 ) -> dict[str, Any]:
-    """All of it. ``started`` is of ``time.monotonic``. Units stand last in the names."""
+    """All of it. ``started`` is of ``time.monotonic``; ``requests`` are those under way over HTTP."""
     return {
         "version": version(),
         "pid": os.getpid(),
         "uptime_s": round(time.monotonic() - started, 3),
         "ready": not not_ready,
         "not_ready": not_ready,
+        "requests": requests,
         "loop_lag_ms": round(loop_lag_s * 1e3, 3),
         "tiers": {name: _tier(name, tier.status(), store) for name, tier in store.tiers.items()},
         "queue": {

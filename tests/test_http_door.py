@@ -166,6 +166,7 @@ def test_with_a_token_file_tcp_asks_for_the_token_and_the_socket_and_health_do_n
             for header in (
                 {},
                 {"Authorization": TOKEN},
+                {"Authorization": f"Basic {TOKEN}"},
                 {"Authorization": f"Bearer {TOKEN}x"},
                 {"Authorization": "Bearer ü"},
             ):

@@ -91,3 +91,8 @@ async def test_listeners_are_limited(people: People, monkeypatch: pytest.MonkeyP
         await Listener(answer).block()
         status, refused = await people.ask("GET", "/v1/events")
         assert (status, refused["error"]["kind"]) == (503, "busy")
+    monkeypatch.setattr(http_queries, "HEARTBEAT_S", 0.02)
+    await people.put(people.register(), *keys_of(1))  # the one that has gone is missed when it is written to
+    await until(lambda: not people.door._busy)
+    async with people.client.get("/v1/events") as answer:
+        assert await Listener(answer).block() == ": connected"

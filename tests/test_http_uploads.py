@@ -1,5 +1,6 @@
 """Blocks sent over HTTP: whole, checked and streamed, and nothing is left of an upload that failed."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 
@@ -47,6 +48,23 @@ async def test_a_block_that_is_there_is_present_and_keeps_its_bytes(people: Peop
     async with people.client.put(url(namespace, KEY), data=bytes(BLOCK_BYTES)) as answer:
         assert (answer.status, (await answer.json())["outcome"]) == (200, "present")
     assert (await fetch(people, url(namespace, KEY)))[1] == whole(namespace, KEY)
+
+
+@served()
+async def test_a_body_that_is_not_needed_is_read_to_its_end_unless_the_client_asked_first(people: People) -> None:
+    namespace = people.register()
+    await people.put(namespace, KEY)
+    reader, writer = await people.connect()
+    for _ in range(2):  # the connection can be used again
+        writer.write(put_head(url(namespace, KEY), BLOCK_BYTES) + bytes(10))
+        await until(lambda: len(people.door._busy) == 1)
+        await asyncio.sleep(0.02)
+        assert len(people.door._busy) == 1
+        writer.write(bytes(BLOCK_BYTES - 10))
+        assert (await answer_of(reader))[1]["outcome"] == "present"
+    writer.write(put_head(url(namespace, KEY), BLOCK_BYTES, "Expect: 100-continue"))
+    assert (await answer_of(reader))[1]["outcome"] == "present"
+    writer.close()
 
 
 @pytest.mark.fault(13)

@@ -7,6 +7,7 @@ import pytest
 
 from terracekv.daemon.config import TYPES, version
 from terracekv.tests.people import BLOCK_BYTES, BLOCK_TOKENS, MODEL, People, keys_of, served, until
+from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
 
 
@@ -64,6 +65,26 @@ async def test_leases_and_reservations_are_shown_by_tier_and_by_session(people: 
     people.sessions.close(session)
     _, document = await people.ask("GET", "/v1/status")
     assert document["sessions"] == [] and document["tiers"]["host"]["leased_blocks"] == 0
+
+
+@served()
+async def test_what_is_on_its_way_between_tiers_is_shown(people: People) -> None:
+    namespace, keys = people.register(), keys_of(2)
+    await people.put(namespace, *keys, durable="1")
+    people.store.host.delete(namespace, [block_id(key, 0) for key in keys])
+    failpoint.arm("segment.read=sleep:0.2,segment.write=sleep:0.2")
+    try:
+        await people.ask("POST", "/v1/prefetch", {"namespace": MODEL, "keys": [key.hex() for key in keys]})
+        _, reading = await people.ask("GET", "/v1/status")
+        await until(lambda: people.store.promoter.coming == 0)
+        await people.put(namespace, *keys_of(1, first=9))
+        _, writing = await people.ask("GET", "/v1/status")
+        await people.store.mover.drain()
+    finally:
+        failpoint.disarm()
+    assert reading["tiers"]["host"]["in_flight_blocks"] == 2
+    assert writing["tiers"]["host"]["in_flight_blocks"] == 0
+    assert writing["tiers"]["disk"]["in_flight_bytes"] == writing["queue"]["bytes"] == 20_480
 
 
 @served()
