@@ -53,6 +53,22 @@ def test_ten_times_the_capacity_never_takes_more_than_the_capacity(disk: Disks, 
 
 
 @pytest.mark.fault(33)
+@pytest.mark.fault(65)
+def test_the_index_of_many_small_blocks_grows_within_the_cap(disk: Disks) -> None:
+    tiny = registered(disk.namespaces, 2, block_bytes=100)
+    capacity = 48 * SEGMENT
+    with closing(disk.open(capacity)) as tier:
+        total = 9000
+        for index in range(total):
+            assert put(tier, tiny, name(index)) is Outcome.STORED
+        status = tier.status()
+        assert int(str(status.details["catalog_map_bytes"])) > 1 << 20
+        assert status.blocks + status.counters.evictions["capacity"] == total
+        assert du(disk.path) <= capacity
+        tier.check()
+
+
+@pytest.mark.fault(33)
 def test_other_writers_on_the_disk_are_made_way_for(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 100 * SEGMENT
     real = os.statvfs

@@ -224,7 +224,7 @@ def test_wrong_bytes_are_a_counted_miss_that_the_next_put_heals(
 @pytest.mark.parametrize(
     "lie",
     [{"id": name(9)}, {"namespace_id": b"x" * 32}, {"epoch": 1}, {"generation": 2}, {"checksum": 5}, {"codec": 3}],
-    ids=str,
+    ids=lambda lie: next(iter(lie)),
 )
 def test_a_whole_record_of_something_else_is_not_served(disk: Disks, lie: dict[str, bytes | int]) -> None:
     """The payload is right and the header is sound, but it says that the block is another."""

@@ -197,3 +197,16 @@ def test_puts_that_evict_during_a_rebuild_leave_true_listings(
         assert not tier.rebuilding
         tier.check()
         assert verified(tier, disk.namespace, map(name, range(2 * total))) == tier.status().blocks
+
+
+def test_a_rebuild_lists_nothing_of_a_segment_that_is_being_emptied(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        for index in range(3 * PER_SEGMENT):
+            put(tier, disk.namespace, name(index))
+    (disk.path / "state.json").unlink()
+    with closing(disk.open()) as tier:
+        victim = tier._shelf.victim()
+        assert victim is not None and victim.number == 1
+        assert tier.rebuild() == 2 * PER_SEGMENT
+        assert not tier.leading(disk.namespace, [name(0)])
+        tier._shelf.keep(victim)
