@@ -64,6 +64,10 @@ class Pins:
         """End pins; how many there were."""
         return sum(self._end(id) for id in ids)
 
+    def end(self, namespace: Namespace) -> int:
+        """End all pins of a namespace; how many there were."""
+        return self.unpin([id for id, (held, _, _) in self._held.items() if held.id == namespace.id])
+
     def expire(self) -> None:
         """End pins whose time is over or whose namespace was flushed. Called every second or so."""
         now = time.monotonic()

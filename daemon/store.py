@@ -96,15 +96,10 @@ class Store:
         """How many leading blocks are present, whole (all their shards), and from where. Reads no payload."""
         shards = max(1, namespace.shards)
         ids = [block_id(key, shard) for key in keys for shard in range(shards)]
-        position = in_host = self.host.leading(namespace, ids)
-        below = 0
-        while self.disk is not None and position < len(ids):
-            on_disk = self.disk.leading(namespace, ids[position:])
-            again = self.host.leading(namespace, ids[position + on_disk :])
-            below += on_disk
-            position += on_disk + again
-            if not on_disk + again:
-                break
+        absent = self.host.absent(namespace, ids)
+        in_host = absent[0] if absent else len(ids)
+        below = self.disk.leading(namespace, [ids[index] for index in absent]) if self.disk and absent else 0
+        position = absent[below] if below < len(absent) else len(ids)
         blocks = position // shards
         from_disk = min(blocks, -(-below // shards))
         load_ms = blocks * shards * namespace.block_bytes / HOST_BYTES_PER_S * 1e3
@@ -213,6 +208,7 @@ class Store:
             self.pins.expire()
         counts = {}
         if tier in (None, "host"):
+            self.pins.end(namespace)
             counts["host"] = await self.mover.load(lambda: self.host.drop(namespace))
         disk = self.disk
         if disk is not None and tier in (None, "disk"):

@@ -11,11 +11,10 @@ while leased: gone for lookups, freed by the last release).
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.checksum import checksum
-from terracekv.tiers.eviction import TailFirst
+from terracekv.tiers.eviction import Space, TailFirst, oldest_of
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
 from terracekv.tiers.tier import Counters, Outcome, TierStatus
@@ -23,14 +22,6 @@ from terracekv.tiers.tier import Counters, Outcome, TierStatus
 DAEMON = 0
 """The session number under which the daemon itself writes slots (promotion, HTTP)."""
 BATCH = 128
-
-
-class Space(NamedTuple):
-    """The sealed blocks of one namespace and epoch, in order of eviction."""
-
-    namespace: Namespace
-    slot_bytes: int
-    order: TailFirst
 
 
 class HostTier:
@@ -89,6 +80,14 @@ class HostTier:
             return 0
         with self._lock:
             return space.order.leading(ids)
+
+    def absent(self, namespace: Namespace, ids: Sequence[bytes]) -> list[int]:
+        """Indices of the ``ids`` that are not here. O(1) a block."""
+        space = self._spaces.get(namespace.stamp)
+        if space is None:
+            return list(range(len(ids)))
+        with self._lock:
+            return [index for index, id in enumerate(ids) if id not in space.order]
 
     def has(self, namespace: Namespace, id: bytes) -> bool:
         """Whether a block is here."""
@@ -288,7 +287,7 @@ class HostTier:
         with self._lock:
             return TierStatus(
                 name=self.name,
-                mode="tmpfs",
+                mode=self._arena.filesystem,
                 capacity_bytes=self._arena.size_bytes,
                 used_bytes=self._table.used_bytes,
                 blocks=sum(len(space.order) for space in self._spaces.values()),
@@ -346,10 +345,10 @@ class HostTier:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
         spared, spared_max, in_use = 0, len(self._leases) + 8, set[int]()
         while self._table.free_slots(space.slot_bytes) < wanted:
-            oldest = [(entry, each) for each in self._spaces.values() if (entry := each.order.oldest())]
-            if not oldest or spared > spared_max:
+            oldest = oldest_of(self._spaces.values())
+            if oldest is None or spared > spared_max:
                 return
-            (id, place, _), victim = min(oldest, key=lambda pair: pair[0][2])
+            victim, id, place = oldest
             record = place * RECORD_BYTES
             if id in keep:
                 return

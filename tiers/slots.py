@@ -3,9 +3,9 @@
 Owns ``slots`` in the runtime folder. Written by the host tier under its lock; engines map it for reading, to compare
 generations after a copy. Imports ``checksum`` and ``failpoint``.
 
-A slot is FREE -> WRITING -> SEALED -> FREE; one that is leased while its block goes is DOOMED until the last lease ends.
-Its generation changes whenever it enters or leaves FREE, and always before its bytes may change, so whoever copied
-bytes and then finds another generation has copied nothing.
+A slot is FREE -> WRITING -> SEALED -> FREE; one that is leased while its block goes is DOOMED until its last lease
+ends. Its generation changes whenever it enters or leaves FREE, and always before its bytes may change, so whoever
+copied bytes and then finds another generation has copied nothing.
 The table lives as long as the bytes that it describes: a restarted daemon adopts both, a reboot clears both.
 """
 
