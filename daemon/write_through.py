@@ -38,7 +38,8 @@ class WriteThrough:
         self._stats = stats
         self.admission = admission
         self._seen = Ghosts(SEEN)
-        self._under_way: dict[asyncio.Future[Outcome], bytes] = {}
+        self._under_way: dict[asyncio.Future[Outcome], tuple[bytes, bytes]] = {}
+        """Namespace id and block id of each write that has not ended."""
         self.disk_write = Meter(ASSUMED_BYTES_PER_S)
 
     def committed(
@@ -59,7 +60,11 @@ class WriteThrough:
 
     def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Writes of these blocks that have not ended."""
-        return [write for write, id in self._under_way.items() if id in ids]
+        return [write for write, (_, id) in self._under_way.items() if id in ids]
+
+    def under_way_in(self, namespace: Namespace) -> "list[asyncio.Future[Outcome]]":
+        """Writes of a namespace, whatever its epoch, that have not ended."""
+        return [write for write, (of, _) in self._under_way.items() if of == namespace.id]
 
     def touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
         """Blocks of host were used again."""
@@ -84,7 +89,7 @@ class WriteThrough:
                 self._stats.writes_dropped += 1
                 self._stats.writes_dropped_bytes += size
             else:
-                self._under_way[write] = id
+                self._under_way[write] = (namespace.id, id)
                 write.add_done_callback(partial(self._written, slot))
             writes.append(write)
         return writes
