@@ -26,6 +26,11 @@ from terracekv.tiers.slots import Slot, slot_bytes_for
 PAST_MAX = 16
 SHM = Path("/dev/shm")
 
+any_of = st.integers(0, 11)
+model_of = st.sampled_from(MODELS)
+chain_of = st.integers(0, 1)
+length_of = st.sampled_from([6, 4, 3, 2, 1])
+
 
 def mortal(rule: Callable[..., None]) -> Callable[..., None]:
     """A rule in which the daemon may die at a line that was armed; then it is started again."""

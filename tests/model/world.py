@@ -220,6 +220,7 @@ class World:
         self.disk._catalog._environment.close()
         self.disk._catalog._open = False
         self.disk._owned.release()
+        os.close(self.tiers.state_lock)
         self.disk._closed = True
         arena, table = self.tiers.arena, self.tiers.table
         for fd in (arena._fd, arena._lock_fd, table._fd):
