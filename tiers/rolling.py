@@ -90,14 +90,15 @@ class Roller:
     def _save_hits(self, segment: Segment) -> None:
         saving = segment.pages // 2
         after = -1
-        # Of the buffer only what the largest block takes is ever touched.
-        with mmap.mmap(-1, saving * PAGE) as buffer, memoryview(buffer) as view:
-            while saving and (rows := self._catalog.held(segment.number, after)):
-                for id, entry in rows:
-                    pages = entry.end_page - entry.page
-                    if segment.marked(entry.page) and pages <= saving and self._save(id, entry, view):
-                        saving -= pages
-                after = rows[-1][1].page
+        # Of the buffer only what the largest block takes is ever touched. It is not closed by hand: whatever goes wrong
+        # below would still hold views of it, and closing would raise an error of its own in its place.
+        buffer = memoryview(mmap.mmap(-1, saving * PAGE))
+        while saving and (rows := self._catalog.held(segment.number, after)):
+            for id, entry in rows:
+                pages = entry.end_page - entry.page
+                if segment.marked(entry.page) and pages <= saving and self._save(id, entry, buffer):
+                    saving -= pages
+            after = rows[-1][1].page
 
     def _save(self, id: bytes, entry: Entry, buffer: memoryview) -> bool:
         """Append a block of a segment under eviction anew, without rolling; False when it must go."""
