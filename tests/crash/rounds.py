@@ -188,6 +188,11 @@ class Rounds:
             assert self.daemon.term() == 0
             census(self.daemon.runtime)
             assert not self.daemon.errors(), self.daemon.errors()[:3]
+        except AssertionError as error:
+            error.add_note(
+                f"seed {self.summary.seed}, {self.summary.rounds} rounds; the log ends:\n{self.daemon.tail(300)}"
+            )
+            raise
         finally:
             self.daemon.kill()
         self.summary.durable = sum(map(len, self.load.durable))
@@ -221,7 +226,10 @@ class Rounds:
                 loaded = self.get(client, keys)
                 self.summary.verified += loaded.blocks
                 whole = loaded.blocks == len(keys)
-                assert whole or not self.keeps_all, f"of {len(keys)} durable blocks {loaded.blocks} came: {loaded.why}"
+                assert whole or not self.keeps_all, (
+                    f"of {len(keys)} durable blocks {loaded.blocks} came: {loaded.why};"
+                    f" the next is {keys[loaded.blocks].hex()}, looked up again: {client.lookup(keys)}"
+                )
 
     def get(self, client: Blocks, keys: list[bytes]) -> Loaded:
         """A get that has patience with a host tier of which every slot is in use at this moment."""
@@ -257,7 +265,7 @@ def main() -> int:
             try:
                 print(rounds.run(wanted.rounds, lines))
             except AssertionError as error:
-                print(f"seed {wanted.seed}: {error}", file=sys.stderr)
+                print(error, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
                 return 1
     return 0
 

@@ -71,11 +71,15 @@ class EngineRules(Machine):
     @mortal
     def an_engine_stores(self, n: int, chain: int, length: int, durable: bool, jobs: int) -> None:
         engine = self.engines[n % len(self.engines)]
+        self.store(engine, chain, length, durable)
+        for _ in range(jobs):
+            self.do_last_job()
+
+    def store(self, engine: Engine, chain: int, length: int, durable: bool) -> None:
+        """Reserve, write, and ask to make it findable."""
         handle = self.reserve(engine, chain, length)
         if handle in engine.session.reservations:
             self.commit(engine, handle, durable)
-            for _ in range(jobs):
-                self.do_last_job()
 
     @rule(n=any_of, chain=chain_of, durable=st.booleans())
     @mortal
@@ -86,9 +90,7 @@ class EngineRules(Machine):
             handle = acquire(self.world, self.books, engine, engine.model.chains[chain])
             self.do_all_jobs()
             self.world.on_loop(lambda: self.world.sessions.release(engine.session, handle))  # noqa: B023
-            handle = self.reserve(engine, chain, 6)
-            if handle in engine.session.reservations:
-                self.commit(engine, handle, durable)
+            self.store(engine, chain, 6, durable)
             if not durable:
                 return
             self.do_all_jobs()

@@ -73,6 +73,8 @@ class Machine(RuleBasedStateMachine):
         """With the blocks, and those that were being stored at the time: they may come after it."""
         self.errands: list[tuple[asyncio.Task[Any], Namespace | None, list[bytes]]] = []
         self.age = 0
+        self.doomed: set[int] = set()
+        """Slots that outlive their blocks because somebody reads them."""
         self.new_step()
         self.world = World(self.folder, segments=segments, admission=admission, queue_blocks=queue_blocks)
         self.live()
@@ -97,6 +99,9 @@ class Machine(RuleBasedStateMachine):
             current = world.tiers.namespaces.is_current(namespace)
             if current:
                 self.evicted.update(ids)
+            if reason == "capacity":
+                assert world.tiers.host._doomed <= self.doomed, "evicted under a lease"
+            self.doomed = set(world.tiers.host._doomed)
             heard(namespace, ids, reason)
 
         world.tiers.host.on_evict = hear
@@ -213,6 +218,7 @@ class Machine(RuleBasedStateMachine):
         world, books = self.world, self.books
         epochs = {each.id: namespace.epoch for each, namespace in present(world)}
         current = {id for each in MODELS if epochs[each.id] == books.epochs.get(each.id) for id in each.ids}
+        assert all(epochs[id] >= epoch for id, epoch in books.epochs.items()), "an epoch went back"
         books.epochs = epochs
         gone = (books.in_host & current) - seen.host.keys() - self.evicted
         assert not gone or self.killed_freeing, f"{len(gone)} blocks left host and nobody said so"
@@ -289,6 +295,7 @@ class Machine(RuleBasedStateMachine):
             assert world.store.promoter.coming == world.mover.queue_bytes == 0
             reserved = {slot.record for engine in self.engines for slot in engine.reserved}
             orphans = {record for records in host._orphans.values() for record in records}
+            assert status.blocks == len(seen.host), "host keeps blocks of an older epoch"
             assert host._writing.keys() == reserved | orphans, "slots are reserved that no session has"
 
     def teardown(self) -> None:

@@ -90,7 +90,17 @@ class StoreMachine(EngineRules):
 
     @rule(
         what=st.sampled_from(
-            ["pin", "pin", "pin briefly", "unpin", "prefetch", "gather", "hang up", "a second passes"]
+            [
+                "pin",
+                "pin",
+                "pin briefly",
+                "unpin",
+                "prefetch",
+                "gather",
+                "gather and hang up",
+                "hang up",
+                "a second passes",
+            ]
         ),
         model=model_of,
         chain=chain_of,
@@ -107,6 +117,12 @@ class StoreMachine(EngineRules):
             world.on_loop(lambda: store.pins.unpin(ids))
         elif what == "prefetch":
             world.on_loop(lambda: store.promoter.prefetch(namespace, ids))
+        elif what == "gather and hang up":
+            task = world.task(store.promoter.gather(namespace, ids))
+            self.do_last_job()
+            task.cancel()
+            self.errands.append((task, namespace, ids))
+            world.turn()
         elif what == "gather":
             self.errands.append((world.task(store.promoter.gather(namespace, ids)), namespace, ids))
         elif what == "hang up":
@@ -132,7 +148,12 @@ class StoreMachine(EngineRules):
         self.do_all_jobs()
 
     @precondition(lambda self: self.world.mover.jobs)
-    @rule(n=any_of, line=st.sampled_from(GAPS), model=model_of, what=st.sampled_from(["flush", "delete", "other jobs"]))
+    @rule(
+        n=any_of,
+        line=st.sampled_from(GAPS),
+        model=model_of,
+        what=st.sampled_from(["flush", "flush and store", "delete", "other jobs"]),
+    )
     @mortal
     def a_job_is_done_while_something_happens(self, n: int, line: str, model: Model, what: str) -> None:
         def meanwhile() -> None:
@@ -140,7 +161,7 @@ class StoreMachine(EngineRules):
             if self.world.disk._roller._rolling.locked():
                 return
             before = len(self.world.mover.jobs)
-            if what == "flush":
+            if what.startswith("flush"):
                 self.flush(model, None)
             elif what == "delete":
                 self.delete(model, n % 2, n % 4, 2)
@@ -148,6 +169,12 @@ class StoreMachine(EngineRules):
                 before = 0
             while len(self.world.mover.jobs) > before:
                 self.do_job(before)
+            if what == "flush and store":
+                for engine in self.engines:
+                    if engine.model is model:
+                        self.store(engine, n % 2, 6, durable=True)
+                while len(self.world.mover.jobs) > before:
+                    self.do_job(before)
 
         self.world.meanwhile = meanwhile
         failpoint.arm(f"{line}=sleep:1")
