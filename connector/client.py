@@ -102,7 +102,7 @@ class Client:
         self._closing = threading.Event()
         _clients.add(self)
         try:
-            self._join()
+            self._join(after(JOIN_S * 1e3))
         except (OSError, Trouble) as error:
             self._trouble(error)
             if strict:
@@ -254,26 +254,40 @@ class Client:
         assert self._arena is not None
         return self._arena
 
-    def _join(self) -> None:
+    def _join(self, deadline: float) -> None:
         """Connect, say Hello, map the arena. OSError or Trouble when that does not work; then there is no session."""
-        connection = Connection(self.path)
+        connection = Connection(self.path, deadline)
         try:
-            welcome = connection.hello(self._hello, after(JOIN_S * 1e3))
+            welcome = connection.hello(self._hello, deadline)
             with self._lock:
-                if self._arena is None or not self._arena.serves(welcome):
-                    try:
-                        fresh = Arena(welcome)
-                    except ValueError as error:  # the files are not as large as Welcome says
-                        raise Trouble("protocol", str(error)) from None
-                    if self._arena is not None:
-                        self._arena.close()
-                    self._arena = fresh
-                self._arena.lock(welcome.lock_byte)
-                self._welcome = welcome
-                self._session = connection
+                self._start(connection, welcome)
         except BaseException:
             connection.close()
             raise
+
+    def _join_at_once(self, deadline: float) -> None:
+        """Under the lock: the daemon has hung up; if another is there already, nobody need notice."""
+        self._leave()
+        connection = Connection(self.path, deadline)
+        try:
+            self._start(connection, connection.hello(self._hello, deadline))
+        except BaseException:
+            connection.close()
+            raise
+
+    def _start(self, connection: Connection, welcome: Welcome) -> None:
+        """Under the lock: the session begins."""
+        if self._arena is None or not self._arena.serves(welcome):
+            try:
+                fresh = Arena(welcome)
+            except ValueError as error:  # the files are not as large as Welcome says
+                raise Trouble("protocol", str(error)) from None
+            if self._arena is not None:
+                self._arena.close()
+            self._arena = fresh
+        self._arena.lock(welcome.lock_byte)
+        self._welcome = welcome
+        self._session = connection
 
     def _join_later(self) -> None:
         with self._joining:
@@ -287,7 +301,7 @@ class Client:
         pause, longest = RETRY_S
         while not self._closing.wait(pause):
             try:
-                self._join()
+                self._join(after(JOIN_S * 1e3))
                 log.info("joined the daemon at %s", self.path)
                 return
             except (OSError, Trouble) as error:
@@ -342,6 +356,11 @@ class _Turn:
         client = self._client
         if not client._lock.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
             raise Trouble("deadline", "another request holds the session")
+        if client._session is not None and client._session.hung_up():
+            try:
+                client._join_at_once(self._deadline)
+            except (OSError, Trouble) as error:
+                client.last_trouble = str(error)
         if client._session is None:
             client._lock.release()
             client._join_later()  # normally under way already

@@ -31,13 +31,13 @@ class Trouble(Exception):
 class Connection:
     """The socket and its frames. Not thread-safe; any exception leaves it out of step, to be closed."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, deadline: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = bytearray()
         self._next = 0
         self._early: dict[int, protocol.Answer] = {}
         try:
-            self._socket.settimeout(JOIN_S)
+            self._socket.settimeout(left(deadline))
             self._socket.connect(path)
         except BaseException:
             self._socket.close()
@@ -104,6 +104,16 @@ class Connection:
             elif isinstance(answer, protocol.Failed) and answer.lease == lease:
                 failed.update(dict.fromkeys(answer.indices, answer.why))
         return None
+
+    def hung_up(self) -> bool:
+        """Whether the daemon has closed its end; asks the kernel only."""
+        self._socket.settimeout(0.0)  # under any other, Python waits for data before it asks the kernel
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """End the session: its leases and reservations end with it."""
