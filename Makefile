@@ -4,10 +4,15 @@ VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
 # The folders under their one import name, tests and bench included, which no wheel ships.
 export PYTHONPATH := $(CURDIR)/.ns
-INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL = $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
 BENCHES = $(filter-out bench/demo.py,$(sort $(shell grep -l __main__ bench/*.py)))
-# Tests that load torch, wherever they are: test goes without them and e2e runs them.
-WITH_MODEL = $(sort $(shell grep -rlE '^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)' tests --include='test_*.py'))
+# Tests that load torch, by themselves or through a helper: test goes without them and e2e runs them.
+TORCH = ^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)
+HELPERS = none $(patsubst tests/%.py,%,$(filter-out tests/test_%,$(shell grep -lE '$(TORCH)' tests/*.py)))
+empty :=
+space := $(empty) $(empty)
+BY_HELPER = terracekv.tests.($(subst $(space),|,$(strip $(HELPERS))))
+WITH_MODEL = $(sort $(shell grep -rlE '$(TORCH)|$(BY_HELPER)' tests --include='test_*.py'))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -29,7 +34,7 @@ test-s3: $(VENV)/dev.stamp  ## the tests with a real S3 server, SeaweedFS
 	$(BIN)/pytest -m s3 $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
 
 e2e: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## the tests with a real engine and a small model; brings torch
-	$(BIN)/pytest tests/e2e $(filter-out tests/e2e/%,$(WITH_MODEL)) $(ARGS)
+	$(BIN)/pytest $(wildcard tests/e2e) $(filter-out tests/e2e/%,$(WITH_MODEL)) $(ARGS)
 
 lint: $(VENV)/dev.stamp  ## style and types
 	$(BIN)/ruff check .

@@ -10,7 +10,6 @@ import mmap
 import os
 import random
 import tempfile
-import time
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from terracekv.bench.served import BLOCK_TOKENS, Served, served
 from terracekv.kernels.pages import populate
 
 MIB = 1 << 20
+ARENA_BYTES = 1024 * MIB
 
 
 def warm_mapping(size: int) -> memoryview:
@@ -33,7 +33,6 @@ def warm_mapping(size: int) -> memoryview:
 def bench(daemon: Served, block_bytes: int, blocks: int, rounds: int) -> None:
     """Rounds of: store new blocks, copy the same; load them, copy the same."""
     client = daemon.client(block_bytes)
-    time.sleep(2)  # let the mappings of both processes be populated
     source = np.random.default_rng(1).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
     target = np.zeros_like(source)
     mapping = warm_mapping(blocks * block_bytes)
@@ -55,7 +54,8 @@ def bench(daemon: Served, block_bytes: int, blocks: int, rounds: int) -> None:
         for index in range(blocks):
             np.copyto(target[index], tmpfs[index])
 
-    for round in range(rounds + 1):
+    warming = ARENA_BYTES // (blocks * block_bytes) + 1  # once around the arena: every page mapped, every slot used
+    for round in range(-warming, rounds):
         keys = client.keys([random.randrange(1 << 16) for _ in range(blocks * BLOCK_TOKENS)])
         figures = {
             "store": seconds(lambda: check(client.store(keys, gather).stored, blocks)),  # noqa: B023
@@ -64,7 +64,7 @@ def bench(daemon: Served, block_bytes: int, blocks: int, rounds: int) -> None:
             "load_copy": seconds(copy_out),
         }
         assert (target == source).all()
-        if round:  # the first is for warming up
+        if round >= 0:
             for name, value in figures.items():
                 times[name].append(value)
             ratios["store"].append(figures["store_copy"] / figures["store"])
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
-    with served(host__size="2GiB", disk__enabled="false") as daemon:
+    with served(host__size=str(ARENA_BYTES), disk__enabled="false") as daemon:
         bench(daemon, 8 * MIB, 32, arguments.rounds)
         bench(daemon, 2 * MIB, 128, arguments.rounds)
 

@@ -62,6 +62,11 @@ class Arena:
             fcntl.fcntl(self._slots_fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._locked, 1, 0))
             self._locked = None
 
+    def forget(self) -> None:
+        """Close in a forked child, which shares the lock with its parent and must leave it locked."""
+        self._locked = None
+        self.close()
+
     def payload(self, slot: Slot, size_bytes: int) -> memoryview:
         """The slot's bytes."""
         return self.view[slot.offset : slot.offset + size_bytes]

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ IN_FLIGHT = 64
 COMMIT_BYTES = 8 << 20
 """Blocks are committed when so many bytes were copied: enough that the message costs little beside the copy, few enough
 that the daemon checks them while the next are copied."""
+
+_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 Copy = Callable[[int, memoryview], None]
 """Copies block ``index`` between the engine and a payload in the arena."""
@@ -97,9 +100,9 @@ class Client:
         self._arena: Arena | None = None
         self._joiner: threading.Thread | None = None
         self._closing = threading.Event()
-        self._forget_after_fork()
+        _clients.add(self)
         try:
-            self._join()
+            self._join(after(JOIN_S * 1e3))
         except (OSError, Trouble) as error:
             self._trouble(error)
             if strict:
@@ -109,7 +112,7 @@ class Client:
     @property
     def joined(self) -> bool:
         """Whether there is a session now."""
-        return self._session is not None and self._pid == os.getpid()
+        return self._session is not None
 
     @property
     def namespace_id(self) -> bytes | None:
@@ -156,10 +159,11 @@ class Client:
                 )
                 try:
                     slots = dict(enumerate(leased.slots))
+                    failed: dict[int, str] = {}
                     for index in range(len(keys)):
                         why, slot = None, slots[index]
                         if slot is None and index in leased.pending:
-                            why = session.wait_for(leased.lease, index, slots, deadline)
+                            why = session.wait_for(leased.lease, index, slots, failed, deadline)
                             slot = slots[index]
                         if slot is None:
                             return Loaded(good, why or "absent")
@@ -225,9 +229,7 @@ class Client:
         def commit() -> None:
             indices = copied[:]
             copied.clear()
-            asked.append(
-                session.send(lambda id: protocol.Commit(id, reserved.reservation, indices, durable), deadline)
-            )
+            asked.append(session.send(lambda id: protocol.Commit(id, reserved.reservation, indices, durable), deadline))
 
         def settle(left: int) -> None:
             while len(asked) > left:
@@ -252,23 +254,40 @@ class Client:
         assert self._arena is not None
         return self._arena
 
-    def _join(self) -> None:
-        """Connect, say Hello, map the arena. OSError or Trouble when that does not work; then nothing has changed."""
-        connection = Connection(self.path)
+    def _join(self, deadline: float) -> None:
+        """Connect, say Hello, map the arena. OSError or Trouble when that does not work; then there is no session."""
+        connection = Connection(self.path, deadline)
         try:
-            welcome = connection.hello(self._hello, after(JOIN_S * 1e3))
+            welcome = connection.hello(self._hello, deadline)
             with self._lock:
-                if self._arena is None or not self._arena.serves(welcome):
-                    fresh = Arena(welcome)
-                    if self._arena is not None:
-                        self._arena.close()
-                    self._arena = fresh
-                self._arena.lock(welcome.lock_byte)
-                self._welcome = welcome
-                self._session = connection
+                self._start(connection, welcome)
         except BaseException:
             connection.close()
             raise
+
+    def _join_at_once(self, deadline: float) -> None:
+        """Under the lock: the daemon has hung up; if another is there already, nobody need notice."""
+        self._leave()
+        connection = Connection(self.path, deadline)
+        try:
+            self._start(connection, connection.hello(self._hello, deadline))
+        except BaseException:
+            connection.close()
+            raise
+
+    def _start(self, connection: Connection, welcome: Welcome) -> None:
+        """Under the lock: the session begins."""
+        if self._arena is None or not self._arena.serves(welcome):
+            try:
+                fresh = Arena(welcome)
+            except ValueError as error:  # the files are not as large as Welcome says
+                raise Trouble("protocol", str(error)) from None
+            if self._arena is not None:
+                self._arena.close()
+            self._arena = fresh
+        self._arena.lock(welcome.lock_byte)
+        self._welcome = welcome
+        self._session = connection
 
     def _join_later(self) -> None:
         with self._joining:
@@ -282,10 +301,10 @@ class Client:
         pause, longest = RETRY_S
         while not self._closing.wait(pause):
             try:
-                self._join()
+                self._join(after(JOIN_S * 1e3))
                 log.info("joined the daemon at %s", self.path)
                 return
-            except (OSError, Trouble, ValueError) as error:
+            except (OSError, Trouble) as error:
                 self.last_trouble = str(error)
             pause = min(pause * 2, longest)
 
@@ -308,10 +327,22 @@ class Client:
         return why
 
     def _forget_after_fork(self) -> None:
-        """A forked child shares the parent's socket and must not speak on it: it starts without a session."""
-        self._pid = os.getpid()
-        self._session = None
+        """A forked child shares its parent's socket and lock and must use neither: it starts without a session.
+
+        Other threads of the parent, which are not there in the child, may have been inside any lock."""
+        self._hello.pid = os.getpid()
+        self._lock = threading.Lock()
+        self._joining = threading.Lock()
+        closing, self._closing = self._closing.is_set(), threading.Event()
+        if closing:
+            self._closing.set()
         self._joiner = None
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+        if self._arena is not None:
+            self._arena.forget()
+            self._arena = None
 
 
 class _Turn:
@@ -325,8 +356,11 @@ class _Turn:
         client = self._client
         if not client._lock.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
             raise Trouble("deadline", "another request holds the session")
-        if client._pid != os.getpid():
-            client._forget_after_fork()
+        if client._session is not None and client._session.hung_up():
+            try:
+                client._join_at_once(self._deadline)
+            except (OSError, Trouble) as error:
+                client.last_trouble = str(error)
         if client._session is None:
             client._lock.release()
             client._join_later()  # normally under way already
@@ -342,3 +376,11 @@ class _Turn:
         client._lock.release()
         if not in_step and not client._closing.is_set():
             client._join_later()
+
+
+def _after_fork() -> None:
+    for client in list(_clients):
+        client._forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -31,13 +31,13 @@ class Trouble(Exception):
 class Connection:
     """The socket and its frames. Not thread-safe; any exception leaves it out of step, to be closed."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, deadline: float) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = bytearray()
         self._next = 0
         self._early: dict[int, protocol.Answer] = {}
         try:
-            self._socket.settimeout(JOIN_S)
+            self._socket.settimeout(left(deadline))
             self._socket.connect(path)
         except BaseException:
             self._socket.close()
@@ -54,7 +54,10 @@ class Connection:
         return answer
 
     def ask(self, make: Callable[[int], protocol.Request], kind: type[Kind], deadline: float) -> Kind:
-        """Send a request and wait for its answer. Trouble("refused") when the answer is an Error."""
+        """Send a request and wait for its answer. Trouble("refused") when the answer is an Error.
+
+        Answers to earlier requests that nobody waited for any more are forgotten."""
+        self._early.clear()
         return self.answer_to(self.send(make, deadline), kind, deadline)
 
     def send(self, make: Callable[[int], protocol.Request], deadline: float) -> int:
@@ -76,18 +79,41 @@ class Connection:
                 raise Trouble("refused", f"{answer.message} ({answer.hint})")
             if isinstance(answer, kind) and answer.id == id:
                 return answer
+            if getattr(answer, "id", 0) == id:
+                raise Trouble("protocol", f"{type(answer).__name__} where {kind.__name__} was asked for")
             if isinstance(answer, (Found, protocol.Leased, protocol.Reserved, protocol.Committed, protocol.Error)):
                 self._early[answer.id] = answer
 
-    def wait_for(self, lease: int, index: int, slots: dict[int, protocol.Slot | None], deadline: float) -> str | None:
-        """Read until block ``index`` of the lease is in ``slots``; why it will not be, when it will not."""
+    def wait_for(
+        self,
+        lease: int,
+        index: int,
+        slots: dict[int, protocol.Slot | None],
+        failed: dict[int, str],
+        deadline: float,
+    ) -> str | None:
+        """Read until block ``index`` of the lease is in ``slots``; why it will not be, when it will not.
+
+        Blocks come and fail in any order: what is said of others is noted in ``slots`` and ``failed``."""
         while slots[index] is None:
+            if index in failed:
+                return failed[index]
             answer = self._read(deadline)
             if isinstance(answer, protocol.Ready) and answer.lease == lease:
                 slots.update(zip(answer.indices, answer.slots, strict=True))
-            elif isinstance(answer, protocol.Failed) and answer.lease == lease and index in answer.indices:
-                return answer.why
+            elif isinstance(answer, protocol.Failed) and answer.lease == lease:
+                failed.update(dict.fromkeys(answer.indices, answer.why))
         return None
+
+    def hung_up(self) -> bool:
+        """Whether the daemon has closed its end; asks the kernel only."""
+        self._socket.settimeout(0.0)  # under any other, Python waits for data before it asks the kernel
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """End the session: its leases and reservations end with it."""

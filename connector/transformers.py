@@ -8,13 +8,15 @@ last token of a prompt is always computed. Trouble with the daemon is a miss. A 
 plain full attention over token ids runs as it would without us, and ``Report.why`` names what stood in the way.
 """
 
+import contextlib
 import copy
 import hashlib
 import inspect
 import json
 import mmap
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -63,7 +65,9 @@ class TerraceCache:
         self.block_tokens = block_tokens
         self.unfit = _unfit(model)
         """What makes this model one that is never cached; None for a model that is."""
-        self._client: Client | None = None
+        self.client: Client | None = None
+        """The session with the daemon; None when this model is never cached."""
+        self._memory = _Memory()
         parameters = inspect.signature(model.forward).parameters
         # Older versions of transformers know it by the second name only.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -74,7 +78,7 @@ class TerraceCache:
                 self.unfit = kept
             else:
                 self._heads_dims, self._dtype = kept
-                self._client = Client(
+                self.client = Client(
                     socket,
                     model=name or _name_of(model),
                     revision=revision or weights_digest(model),
@@ -136,19 +140,19 @@ class TerraceCache:
 
     def close(self) -> None:
         """End the session. Idempotent; prompts after it are computed without a cache."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        if self.client is not None:
+            self.client.close()
+            self.client = None
         self.unfit = self.unfit or "closed"
 
     def _load(self, tokens: list[int], ahead_tokens: int) -> tuple[DynamicCache, Report]:
         """A cache with room for the prompt and ``ahead_tokens``, its leading blocks loaded where they are stored."""
-        assert self._client is not None
+        assert self.client is not None
         started = time.perf_counter()
         report = Report(len(tokens), len(tokens))
         loadable = (len(tokens) - 1) // self.block_tokens
-        keys = self._client.keys(tokens)[:loadable]
-        found = self._client.lookup(keys) if keys else None
+        keys = self.client.keys(tokens)[:loadable]
+        found = self.client.lookup(keys) if keys else None
         report.lookup_ms = _since(started)
         if found is None:
             report.why = "no_daemon" if loadable else "shorter_than_block"
@@ -161,7 +165,7 @@ class TerraceCache:
         blocks = 0
         if found is not None and found.blocks:
             _keep(cache, found.blocks * self.block_tokens)
-            loaded = self._client.load(keys[: found.blocks], self._blocks(cache).scatter)
+            loaded = self.client.load(keys[: found.blocks], self._blocks(cache).scatter)
             blocks = loaded.blocks
             report.loaded_tokens = tokens_by_tier(found.per_tier, blocks, self.block_tokens)
             if blocks < found.blocks:
@@ -174,20 +178,20 @@ class TerraceCache:
 
     def _store(self, tokens: list[int], cache: DynamicCache, report: Report) -> None:
         """Store the full blocks of ``tokens`` that are not stored yet."""
-        assert self._client is not None
+        assert self.client is not None
         started = time.perf_counter()
         full = len(tokens) // self.block_tokens
         if full * self.block_tokens > report.prompt_tokens - report.computed_tokens:
-            keys = self._client.keys(tokens)[:full]
+            keys = self.client.keys(tokens)[:full]
             if keys:
-                report.stored_blocks = self._client.store(keys, self._blocks(cache).gather).stored
+                report.stored_blocks = self.client.store(keys, self._blocks(cache).gather).stored
         report.store_ms = _since(started)
 
     def _roomy_layers(self, tokens: int) -> list["RoomyLayer"]:
         """Layers without content, all in one piece of memory, so that a block's runs lie at even distances."""
         shapes = [(2, 1, heads, tokens, dim) for heads, dim in self._heads_dims]
         sizes = [prod(shape) for shape in shapes]
-        memory = _fresh_memory(sum(sizes), self._dtype).split(sizes)
+        memory = self._memory.lend(sum(sizes), self._dtype).split(sizes)
         return [RoomyLayer(*part.view(shape)) for part, shape in zip(memory, shapes, strict=True)]
 
     def _blocks(self, cache: DynamicCache) -> Blocks:
@@ -282,12 +286,36 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         start = self.keys.shape[2] if self.is_initialized else 0
         end = start + key_states.shape[2]
         ours = self.keys is self._held[0] and self.values is self._held[1]
-        if not ours or end > self._room[0].shape[2] or key_states.shape[0] != 1:
+        if not ours or end > self._room[0].shape[2]:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         for memory, states in zip(self._room, (key_states, value_states), strict=True):
             memory[:, :, start:end] = states
         self.keep(end)
         return self.keys, self.values
+
+
+class _Memory:
+    """Memory for one prompt's KV, lent again to the next once no tensor in it is left.
+
+    A first write to fresh pages costs twice the copy itself even when they are huge, and far more in a virtual
+    machine that took them back meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._lent: Callable[[], object | None] = lambda: None
+
+    def lend(self, items: int, dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised items in a row; what is lent already is never lent twice."""
+        size = items * dtype.itemsize
+        if self._memory is None or len(self._memory) < size or self._lent() is not None:
+            # Rounded up for longer prompts to come: what is not written costs nothing.
+            self._memory = mmap.mmap(-1, 1 << size.bit_length(), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(AttributeError, OSError):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(self._memory)
+        self._lent = weakref.ref(view)  # the tensor's storage keeps the view alive, and nothing else does
+        return torch.frombuffer(view, dtype=dtype, count=items)
 
 
 class _FirstToken(StoppingCriteria):  # type: ignore[misc]
@@ -366,17 +394,6 @@ def _ahead_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
 def _keep(cache: DynamicCache, tokens: int) -> None:
     for layer in cache.layers:
         layer.keep(tokens)
-
-
-def _fresh_memory(items: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed memory in huge pages where the system has them: a first write to ordinary fresh pages costs several
-    times the copy itself."""
-    memory = mmap.mmap(-1, max(items * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):
-        pass
-    return torch.frombuffer(memory, dtype=dtype, count=items)
 
 
 def _since(started: float) -> float:

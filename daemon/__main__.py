@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from terracekv.daemon.config import Config, load_config, resolve, survey
+from terracekv.daemon.config import Config, load_config, resolve, summary, survey
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.mover import Mover
@@ -40,7 +40,9 @@ def run(config: Config) -> int:
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
     try:
-        config = resolve(config, survey(config))
+        room = survey(config)
+        config = resolve(config, room)
+        log.info("%s", summary(config, room))
         tiers = open_tiers(config)
     except (TerraceError, OSError) as error:
         print(f"terracekv: {error}", file=sys.stderr)

@@ -34,6 +34,8 @@ PREFIX = "TERRACEKV_"
 ARENA = "arena"
 SLAB_AUTO_MIN, SLAB_AUTO_MAX, SLAB_STEP = 16 * MIB, 256 * MIB, 2 * MIB
 SEGMENTS_MIN = 2
+DISK_OVERHEAD = 4 * MIB
+"""More than the catalog and headers of the smallest disk tier take; the tier itself knows to the byte."""
 SOCKET_PATH_MAX = 107
 TOKEN_CHARS_MIN = 16
 _NOT_OURS = re.compile(r".*_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
@@ -353,6 +355,6 @@ def _check_disk(size: int, segment: int) -> None:
         raise ConfigError(
             f"disk.size {show(size)} holds {size // segment} segments of disk.segment {show(segment)}, and "
             f"{SEGMENTS_MIN} are the least",
-            f"raise disk.size to {show(SEGMENTS_MIN * segment)}, lower disk.segment to at most "
-            f"{show(size // SEGMENTS_MIN)}, or set disk.enabled to false",
+            f"raise disk.size to {show(SEGMENTS_MIN * segment + DISK_OVERHEAD)}, lower disk.segment to at most "
+            f"{show(max(0, size - DISK_OVERHEAD) // SEGMENTS_MIN)}, or set disk.enabled to false",
         )

@@ -22,18 +22,19 @@ log = logging.getLogger(__name__)
 class Meter:
     """Measured throughput of something that several threads do at once: bytes over the time when any was at it.
 
-    Thread-safe. Old measurements fade: after ``WINDOW_S`` of busy time their weight is halved.
+    Thread-safe. It starts from an assumption that weighs as much as ``PRIOR_S`` of busy time, so that a first tiny
+    transfer does not decide; old measurements fade: after ``WINDOW_S`` of busy time their weight is halved.
     """
 
     WINDOW_S = 2.0
+    PRIOR_S = 0.02
 
     def __init__(self, assumed_bytes_per_s: float) -> None:
         self._lock = threading.Lock()
-        self._assumed = assumed_bytes_per_s
         self._active = 0
         self._since = 0.0
-        self._busy_s = 0.0
-        self._bytes = 0.0
+        self._busy_s = self.PRIOR_S
+        self._bytes = assumed_bytes_per_s * self.PRIOR_S
         self.measured = False
 
     def __enter__(self) -> "Meter":
@@ -61,8 +62,8 @@ class Meter:
 
     @property
     def bytes_per_s(self) -> float:
-        """The present estimate; the assumption until something was measured."""
-        return self._bytes / self._busy_s if self.measured and self._busy_s else self._assumed
+        """The present estimate."""
+        return self._bytes / self._busy_s
 
 
 class Mover:

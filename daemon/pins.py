@@ -51,6 +51,9 @@ class Pins:
                 counts[f"skipped_{result}"] += 1
             elif id in self._held or not self._namespaces.is_current(namespace):
                 self._host.release([result])
+            elif self.bytes + size > self.bytes_max:  # another pin was quicker while this one waited
+                self._host.release([result])
+                counts["skipped_pin_limit"] += 1
             else:
                 self._held[id] = (namespace, result, until)
                 self.bytes += size
@@ -60,6 +63,10 @@ class Pins:
     def unpin(self, ids: Sequence[bytes]) -> int:
         """End pins; how many there were."""
         return sum(self._end(id) for id in ids)
+
+    def end(self, namespace: Namespace) -> int:
+        """End all pins of a namespace; how many there were."""
+        return self.unpin([id for id, (held, _, _) in self._held.items() if held.id == namespace.id])
 
     def expire(self) -> None:
         """End pins whose time is over or whose namespace was flushed. Called every second or so."""

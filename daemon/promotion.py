@@ -6,12 +6,13 @@ daemon left in host. Runs on the event loop; reads and hashes go through the mov
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from terracekv.daemon.mover import Meter, Mover
 from terracekv.daemon.stats import Stats
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import DAEMON, HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot, slot_bytes_for
@@ -42,6 +43,10 @@ class Promoter:
     def coming(self) -> int:
         """Blocks on their way up."""
         return len(self._coming)
+
+    def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
+        """Promotions of these blocks that have not ended."""
+        return [coming for id, coming in self._coming.items() if id in ids]
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
@@ -153,6 +158,7 @@ class Promoter:
                 self._settle(id, Outcome.STALE if outcome is Outcome.HIT else outcome)
                 return
             (outcome,) = host.commit(namespace, [(id, slot, digest)])
+            failpoint("store.promoted")
             self._stats.promoted += 1
             # Held until all who wait have had their turn, or a reserve in between could evict the block again.
             held = [leased for leased in host.acquire(namespace, [id]) if leased is not None]

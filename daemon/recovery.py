@@ -3,24 +3,29 @@
 Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config`` and ``sessions``.
 """
 
+import fcntl
 import logging
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from terracekv.daemon.config import Config
 from terracekv.daemon.sessions import read_secret
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.errors import InUse
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
-from terracekv.tiers.slots import SlotTable
+from terracekv.tiers.slots import SlotTable, table_fits
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Everything below the store."""
+    """Everything below the store. ``state_lock`` is the descriptor that keeps other daemons out of the state folder."""
 
+    state_lock: int
     namespaces: Namespaces
     arena: Arena
     table: SlotTable
@@ -33,6 +38,7 @@ class Tiers:
         if self.disk is not None:
             self.disk.close()
         self.host.close()
+        os.close(self.state_lock)
 
 
 def open_tiers(config: Config) -> Tiers:
@@ -40,22 +46,46 @@ def open_tiers(config: Config) -> Tiers:
 
     Raises InUse, NoRoom, Damaged, ConfigError, or OSError when a folder cannot be used at all.
     """
-    assert config.host.size and config.host.slab
     state = config.daemon.state_dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state_lock = _own(state)
+    try:
+        return _open(config, state, state_lock)
+    except BaseException:
+        os.close(state_lock)
+        raise
+
+
+def _own(state: Path) -> int:
+    """Whoever writes ``namespaces.json`` beside us could undo a flush. The lock is on the folder itself."""
+    fd = os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise InUse(
+            f"{state} belongs to a daemon that is running",
+            "stop that daemon, or give this one another daemon.state_dir",
+        ) from None
+    return fd
+
+
+def _open(config: Config, state: Path, state_lock: int) -> Tiers:
+    assert config.host.size and config.host.slab
     slab = config.host.slab
+    size = config.host.size // slab * slab
+    slots = config.daemon.runtime_dir / "slots"
     arena = Arena(
         config.daemon.runtime_dir,
-        size_bytes=config.host.size // slab * slab,
+        size_bytes=size,
         slab_bytes=slab,
         prefault=config.host.prefault,
+        adopt=table_fits(slots, arena_bytes=size, slab_bytes=slab),
     )
     try:
         namespaces = Namespaces(state / "namespaces.json")
         secret = read_secret(state / "secret")
-        table = SlotTable(
-            arena.path.with_name("slots"), arena_bytes=arena.size_bytes, slab_bytes=slab, adopt=arena.adopted
-        )
+        table = SlotTable(slots, arena_bytes=size, slab_bytes=slab, adopt=arena.adopted)
         host = HostTier(arena, table, namespaces)
         if host.adopted_blocks:
             log.info("adopted %d blocks in host", host.adopted_blocks)
@@ -70,7 +100,7 @@ def open_tiers(config: Config) -> Tiers:
                 namespaces=namespaces,
                 free_floor_bytes=config.disk.free_floor,
             )
-        return Tiers(namespaces, arena, table, host, disk, secret)
+        return Tiers(state_lock, namespaces, arena, table, host, disk, secret)
     except BaseException:
         arena.close()
         raise

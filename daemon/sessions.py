@@ -16,7 +16,7 @@ from pathlib import Path
 
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
-from terracekv.tiers.errors import NotFound
+from terracekv.tiers.errors import Damaged, NotFound
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Outcome
@@ -25,16 +25,23 @@ SECRET_BYTES = 32
 
 
 def read_secret(path: Path) -> bytes:
-    """The secret that tenants' salts are derived with; made when there is none. Nodes of a cluster share the file."""
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return path.read_bytes()
-    secret = os.urandom(SECRET_BYTES)
-    with open(fd, "wb") as file:
-        file.write(secret)
-        file.flush()
-        os.fsync(fd)
+    """The secret that tenants' salts are derived with; made when there is none. Nodes of a cluster share the file.
+
+    Raises Damaged when the file holds too little to be one: whoever guesses it can name other tenants' blocks.
+    """
+    if not path.exists():
+        fresh = path.with_name(path.name + ".new")
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(os.urandom(SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)  # all of it or nothing, wherever the daemon is killed
+    secret = path.read_bytes()
+    if len(secret) < SECRET_BYTES:
+        raise Damaged(
+            f"the secret in {path} has {len(secret)} bytes, {SECRET_BYTES} are the least",
+            "restore it, or remove it: a new one is made, under which tenants find none of their old blocks",
+        )
     return secret
 
 
@@ -80,6 +87,11 @@ class Session:
     reservations: dict[int, Reservation] = field(default_factory=dict)
     handles: int = 0
 
+    @property
+    def ids_per_key(self) -> int:
+        """How many block ids this session means by a key."""
+        return self.namespace.shards if self.shard is None else 1
+
     def ids_of(self, keys: Sequence[bytes]) -> list[bytes]:
         """The block ids that this session means by ``keys``, key by key."""
         shards = range(self.namespace.shards) if self.shard is None else (self.shard,)
@@ -106,14 +118,17 @@ class Sessions:
             self.release(session, handle)
         for reservation in session.reservations.values():
             self._store.host.orphan(list(reservation.slots.values()))
+            self._store.host.touch(reservation.namespace, reservation.ids)
         session.reservations.clear()
         self._store.host.reap()
 
     def acquire(
         self, session: Session, keys: Sequence[bytes], arrived: Callable[[int, int, Slot | Outcome], None]
     ) -> tuple[int, Lease]:
-        """Lease the leading run of ``keys``. ``arrived(lease, index, slot or outcome)`` comes later, once for each
-        pending index, as long as the lease lasts. Indices count the ids of the lease, not the keys."""
+        """Lease the leading run of ``keys``, of which a scheduler gets whole blocks only.
+
+        ``arrived(lease, index, slot or outcome)`` comes later, once for each pending index, as long as the lease
+        lasts. Indices count the ids of the lease, not the keys."""
         namespace = self.current(session)
         lease = Lease(namespace, session.ids_of(keys))
         session.handles += 1
@@ -129,8 +144,11 @@ class Sessions:
             return True
 
         slots, pending = self._store.acquire(namespace, lease.ids, came)
-        lease.slots = {index: slot for index, slot in enumerate(slots) if slot is not None}
-        lease.pending = set(pending)
+        leading = sum(slot is not None for slot in slots) + len(pending)
+        end = leading // session.ids_per_key * session.ids_per_key
+        self._store.host.release([slot for slot in slots[end:] if slot is not None])
+        lease.slots = {index: slot for index, slot in enumerate(slots[:end]) if slot is not None}
+        lease.pending = {index for index in pending if index < end}
         session.leases[handle] = lease
         return handle, lease
 
@@ -191,6 +209,7 @@ class Sessions:
         if reservation is None:
             return False
         self._store.host.abort(list(reservation.slots.values()))
+        self._store.host.touch(reservation.namespace, reservation.ids)  # committed in part: its head still goes last
         return True
 
     def check(self) -> None:

@@ -1,4 +1,7 @@
-"""What the store counts since start. Owns nothing but the numbers; written on the event loop, read by the doors."""
+"""What the store counts since start.
+
+Owns nothing but the numbers; written on the event loop, read by the doors. Imports ``tier``.
+"""
 
 from dataclasses import dataclass, field
 

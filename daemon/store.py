@@ -7,7 +7,7 @@ through the mover. Both doors call it. Imports ``tiers`` and its own parts.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terracekv.daemon.events import Events
 from terracekv.daemon.mover import Mover
@@ -20,6 +20,7 @@ from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.errors import BadRequest, NotFound
 from terracekv.tiers.eviction import Ghosts
+from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot
@@ -30,6 +31,7 @@ GHOSTS = 1 << 16
 HOST_BYTES_PER_S = 5e9
 """Assumed copy rate from host to engine: the copy happens in the engine, out of the daemon's sight."""
 DISK_LATENCY_MS = 0.5
+DELETE_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +97,10 @@ class Store:
         """How many leading blocks are present, whole (all their shards), and from where. Reads no payload."""
         shards = max(1, namespace.shards)
         ids = [block_id(key, shard) for key in keys for shard in range(shards)]
-        position = in_host = self.host.leading(namespace, ids)
-        below = 0
-        while self.disk is not None and position < len(ids):
-            on_disk = self.disk.leading(namespace, ids[position:])
-            again = self.host.leading(namespace, ids[position + on_disk :])
-            below += on_disk
-            position += on_disk + again
-            if not on_disk + again:
-                break
+        absent = self.host.absent(namespace, ids)
+        in_host = absent[0] if absent else len(ids)
+        below = self.disk.leading(namespace, [ids[index] for index in absent]) if self.disk and absent else 0
+        position = absent[below] if below < len(absent) else len(ids)
         blocks = position // shards
         from_disk = min(blocks, -(-below // shards))
         load_ms = blocks * shards * namespace.block_bytes / HOST_BYTES_PER_S * 1e3
@@ -159,6 +156,7 @@ class Store:
         outcomes = self.host.commit(
             namespace, [(id, slot, digest) for (id, slot), digest in zip(written, digests, strict=True)]
         )
+        failpoint("store.committed")
         stored = [id for (id, _), outcome in zip(written, outcomes, strict=True) if outcome is Outcome.STORED]
         self._emit("stored", namespace, stored, tier="host")
         if self.write_through is None:
@@ -169,12 +167,34 @@ class Store:
         pending = [write for write in writes.values() if write is not None]
         if pending:
             await asyncio.wait(pending)
+        failpoint("store.durable")
         return outcomes, [self._is_durable(namespace, id) for id, _ in written]
 
-    def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
-        """Forget blocks in every tier: how many each had."""
+    async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
+        """Forget blocks in every tier: how many each had. Whoever reads one under a lease may finish."""
         self.pins.unpin(ids)
-        return {name: tier.delete(namespace, ids) for name, tier in self.tiers.items()}
+        counts = dict.fromkeys(self.tiers, 0)
+        # A block on its way from tier to tier arrives behind us, and would be listed again: so once more, until a round
+        # finds nothing and nothing moves (or an engine keeps storing it: then it is there because it was stored).
+        for _ in range(DELETE_ROUNDS):
+            gone = await self._forget(namespace, ids)
+            counts = {name: max(count, gone[name]) for name, count in counts.items()}
+            if moving := self._under_way(set(ids)):
+                await asyncio.wait(moving)
+            elif not any(gone.values()):
+                break
+        return counts
+
+    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Outcome]]":
+        """Moves of these blocks between tiers that have not ended."""
+        writes = self.write_through.under_way(ids) if self.write_through is not None else []
+        return self.promoter.under_way(ids) + writes
+
+    async def _forget(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
+        counts = {}
+        for name, tier in self.tiers.items():
+            counts[name] = await self.mover.load(lambda tier=tier: tier.delete(namespace, ids))  # type: ignore[misc]
+        return counts
 
     async def flush(self, namespace: Namespace, tier: str | None = None) -> dict[str, int]:
         """Make all blocks of a namespace misses, in every tier or in one: how many each had.
@@ -185,14 +205,20 @@ class Store:
             raise BadRequest(f"no tier {tier!r}", f"configured tiers: {', '.join(self.tiers)}")
         if tier is None:
             raised = await self.mover.load(lambda: self.namespaces.raise_epoch(namespace.id))
+            namespace = replace(raised, epoch=raised.epoch - 1)  # of two flushes at once each ends an epoch of its own
             self.events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
             self.pins.expire()
         counts = {}
         if tier in (None, "host"):
+            self.pins.end(namespace)
             counts["host"] = await self.mover.load(lambda: self.host.drop(namespace))
         disk = self.disk
         if disk is not None and tier in (None, "disk"):
-            counts["disk"] = await self.mover.load(lambda: disk.drop(namespace))
+            # What was being written when the epoch rose may still be listed, under the old epoch: after it, not before.
+            if self.write_through is not None and (writing := self.write_through.under_way_in(namespace)):
+                await asyncio.wait(writing)
+            older_than = replace(namespace, epoch=namespace.epoch + 1)
+            counts["disk"] = await self.mover.load(lambda: disk.reclaim(older_than))
         return counts
 
     def check(self) -> None:

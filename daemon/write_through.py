@@ -5,7 +5,7 @@ the mover and are bounded there. Imports ``tiers``, ``mover`` and ``stats``.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from terracekv.daemon.mover import Meter, Mover
@@ -38,6 +38,8 @@ class WriteThrough:
         self._stats = stats
         self.admission = admission
         self._seen = Ghosts(SEEN)
+        self._under_way: dict[asyncio.Future[Outcome], tuple[bytes, bytes]] = {}
+        """Namespace id and block id of each write that has not ended."""
         self.disk_write = Meter(ASSUMED_BYTES_PER_S)
 
     def committed(
@@ -55,6 +57,14 @@ class WriteThrough:
         self._stats.not_admitted += len(ids) - len(admitted)
         writes = dict(zip(admitted, self._write(namespace, admitted), strict=True))
         return [writes.get(id) for id in ids]
+
+    def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
+        """Writes of these blocks that have not ended."""
+        return [write for write, (_, id) in self._under_way.items() if id in ids]
+
+    def under_way_in(self, namespace: Namespace) -> "list[asyncio.Future[Outcome]]":
+        """Writes of a namespace, whatever its epoch, that have not ended."""
+        return [write for write, (of, _) in self._under_way.items() if of == namespace.id]
 
     def touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
         """Blocks of host were used again."""
@@ -79,6 +89,7 @@ class WriteThrough:
                 self._stats.writes_dropped += 1
                 self._stats.writes_dropped_bytes += size
             else:
+                self._under_way[write] = (namespace.id, id)
                 write.add_done_callback(partial(self._written, slot))
             writes.append(write)
         return writes
@@ -97,6 +108,7 @@ class WriteThrough:
 
     def _written(self, slot: Slot, done: "asyncio.Future[Outcome]") -> None:
         self._host.release([slot])
+        del self._under_way[done]
         failed = done.cancelled() or done.exception() is not None
         outcome = Outcome.FAILED if failed else done.result()
         if outcome is Outcome.STORED:

@@ -54,7 +54,7 @@ def _command(pid: str) -> str:
 def _shared_memory() -> set[str]:
     """On a machine of our own every new file is ours; beside other people only those that bear our mark are."""
     alone = os.environ.get("CI") == "true"
-    return {f"shared memory {p}" for p in SHM.glob("*") if alone or p.name.startswith(PREFIX)}
+    return {f"shared memory {p}" for p in SHM.glob("terracekv*") if alone or p.name.startswith(PREFIX)}
 
 
 def _held() -> set[str]:

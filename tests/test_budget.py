@@ -128,10 +128,10 @@ def test_what_an_earlier_life_left_counts_as_ours(tmp_path: Path) -> None:
     empty = budget.survey(arena, disk)
     assert (empty.arena_size, empty.arena_bytes, empty.disk_bytes) == (0, 0, 0)
     arena.parent.mkdir()
-    disk.mkdir()
+    (disk / "segments").mkdir(parents=True)
     arena.write_bytes(bytes(1 * MIB))
     os.truncate(arena, 8 * MIB)
-    (disk / "1.seg").write_bytes(bytes(2 * MIB))
+    (disk / "segments" / "1").write_bytes(bytes(2 * MIB))
     found = budget.survey(arena, disk)
     assert found.arena_size == 8 * MIB
     assert 1 * MIB <= found.arena_bytes < 2 * MIB

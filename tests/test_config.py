@@ -101,7 +101,7 @@ def test_variables_that_kubernetes_makes_for_a_service_are_passed_over() -> None
     [
         ("host.size", "0", "every block passes through host"),
         ("disk.size", "0", "set disk.enabled to false"),
-        ("disk.size", "100MiB", "lower disk.segment to at most 50MiB"),
+        ("disk.size", "100MiB", "raise disk.size to 516MiB, lower disk.segment to at most 48MiB"),
         ("disk.segment", "1000", "multiple of 4096"),
         ("host.size", "8GoB", "is not a size such as 8GiB"),
         ("disk.segment", "auto", "is not a size"),

@@ -18,7 +18,13 @@ MAY_IMPORT = {
     "connector": {"kernels", "tiers.block", "daemon.protocol"},
 }
 LIBRARIES = {
-    "aiohttp": {"daemon/http_door.py"},
+    "aiohttp": {
+        "daemon/http_blocks.py",
+        "daemon/http_door.py",
+        "daemon/http_messages.py",
+        "daemon/http_queries.py",
+        "daemon/http_routes.py",
+    },
     "boto3": {"tiers/bucket.py"},
     "botocore": {"tiers/bucket.py"},
     "lmdb": {"tiers/catalog.py"},
@@ -26,7 +32,9 @@ LIBRARIES = {
         "connector/connection.py",
         "daemon/config.py",
         "daemon/engine_door.py",
-        "daemon/http_door.py",
+        "daemon/http_messages.py",
+        "daemon/http_queries.py",
+        "daemon/http_routes.py",
         "daemon/protocol.py",
     },
     "numpy": {"kernels/host.py", "kernels/planes.py"},
@@ -40,7 +48,13 @@ LIBRARIES = {
     "zstandard": {"tiers/codec.py"},
 }
 """The modules that may import a library. What is not named here may be imported nowhere."""
-BROAD_EXCEPT = {"daemon/__main__.py": 1, "daemon/engine_door.py": 3, "daemon/mover.py": 1, "tiers/s3.py": 1}
+BROAD_EXCEPT = {
+    "daemon/__main__.py": 1,
+    "daemon/engine_door.py": 3,
+    "daemon/http_door.py": 1,
+    "daemon/mover.py": 1,
+    "tiers/s3.py": 1,
+}
 """How often a module may catch ``Exception``: once for the outermost frame of each kind of task that it runs."""
 READS_ENVIRONMENT = {"daemon/config.py"}
 ONLY_NAMES = {"tiers/errors.py"}
@@ -124,6 +138,18 @@ def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
     assert {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted} == set(LIBRARIES)
 
 
+def test_all_that_is_depended_on_is_pinned_and_explained() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    }
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert {entry.replace("_", "-").lower() for entry in wanted} <= {pin.replace("_", "-").lower() for pin in pins}
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    assert [entry for entry in wanted if not re.search(rf"\b{entry}\b", page)] == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_module_fits_in_the_head(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LINES_MAX
@@ -146,7 +172,7 @@ def test_docstring_says_what_the_module_owns_who_calls_it_and_what_it_imports(pa
     assert re.search(r"\bimports?\b|\bstandard library\b", text, re.I), "what does it import?"
     if name(path) not in ONLY_NAMES:
         assert re.search(r"\bown(s|ed)?\b|\bpure\b", text, re.I), "what does it own?"
-        assert re.search(r"\b(call(s|ed)?|used|runs?|threads?|written by)\b", text, re.I), "who calls it?"
+        assert re.search(r"\b(call(s|ed)?|used|runs?|threads?|written|read by)\b", text, re.I), "who calls it?"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name)

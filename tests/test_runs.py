@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from terracekv.kernels.host import gather_runs, scatter_runs
 from terracekv.kernels.runs import Runs, Strip
 
 Bytes = npt.NDArray[np.uint8]
+STEADY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Heap:
@@ -62,6 +63,7 @@ def grid(strip: Strip) -> Iterator[tuple[int, int]]:
 
 
 @given(plans(), st.integers(0, 2**32))
+@STEADY
 def test_a_gather_copies_every_run_in_order_and_nothing_else(planned: tuple[Runs, int], seed: int) -> None:
     plan, size = planned
     heap = Heap(size, seed)
@@ -74,6 +76,7 @@ def test_a_gather_copies_every_run_in_order_and_nothing_else(planned: tuple[Runs
 
 
 @given(plans(), st.integers(0, 2**32))
+@STEADY
 def test_a_scatter_writes_every_run_and_no_byte_beside_it(planned: tuple[Runs, int], seed: int) -> None:
     plan, size = planned
     heap = Heap(size, seed)
@@ -87,6 +90,7 @@ def test_a_scatter_writes_every_run_and_no_byte_beside_it(planned: tuple[Runs, i
 
 @pytest.mark.fault(77)
 @given(plans())
+@STEADY
 def test_neighbours_in_memory_are_merged_into_the_fewest_copies(planned: tuple[Runs, int]) -> None:
     plan, _ = planned
     merged = list(plan.merged())
@@ -98,6 +102,7 @@ def test_neighbours_in_memory_are_merged_into_the_fewest_copies(planned: tuple[R
 
 @pytest.mark.fault(77)
 @given(plans())
+@STEADY
 def test_strips_are_the_same_copies_and_never_more_than_the_merged_runs(planned: tuple[Runs, int]) -> None:
     plan, _ = planned
     strips = plan.strips()
@@ -167,7 +172,7 @@ def engine_memory(kind: str, shape: Shape, item_bytes: int) -> tuple[Bytes, Runs
 @pytest.mark.fault(91)
 @pytest.mark.parametrize("kind", ["NHD", "fused", "HND", "MLA", "dense"])
 @given(shape=shapes, item_bytes=st.sampled_from((1, 2, 3, 4)), data=st.data())
-@settings(max_examples=60)
+@STEADY
 def test_every_layout_is_a_list_of_equal_runs(kind: str, shape: Shape, item_bytes: int, data: st.DataObject) -> None:
     kv, plan, by_base = engine_memory(kind, shape, item_bytes)
     pages = data.draw(st.permutations(range(shape.pages)))[: data.draw(st.integers(1, shape.pages))]

@@ -2,130 +2,39 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from terracekv.connector import transformers as connector
-from terracekv.connector.client import Client, Loaded, Stored
+from terracekv.connector.client import Client
 from terracekv.connector.layout import Blocks, Plane
 from terracekv.connector.report import tokens_by_tier
-from terracekv.connector.transformers import RoomyLayer, TerraceCache, weights_digest
-from terracekv.daemon.protocol import Found, Layout
-from terracekv.tiers.block import block_keys, namespace_id
+from terracekv.connector.transformers import RoomyLayer, TerraceCache
+from terracekv.tests.tiny_engine import (
+    BLOCK,
+    MODEL,
+    MemoryClient,
+    answer,
+    answer_with,
+    cached,
+    prompt,
+    tiny,
+    use_memory_client,
+)
 
-torch.set_num_threads(1)  # the models are tiny: a second thread would mostly wait
-
-BLOCK = 8
-VOCABULARY = 199
-
-
-class MemoryClient:
-    """The client's surface over a dict. ``good`` is how many blocks a load gets right before it fails."""
-
-    blocks: ClassVar[dict[bytes, bytes]] = {}
-    good: ClassVar[int | None] = None
-
-    def __init__(
-        self,
-        socket: str | Path,
-        *,
-        model: str,
-        revision: str,
-        dtype: str,
-        block_tokens: int,
-        layout: Layout,
-        engine: str,
-    ) -> None:
-        assert layout.problem(block_tokens) is None
-        self.block_tokens, self.layout = block_tokens, layout
-        self.namespace = namespace_id(
-            model=model, revision=revision, dtype=dtype, layout=layout.digest(), block_tokens=block_tokens
-        )
-        self.loads: list[int] = []
-        self.stores: list[tuple[int, int]] = []
-
-    def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return block_keys(self.namespace, tokens, self.block_tokens)
-
-    def lookup(self, keys: Sequence[bytes]) -> Found:
-        present = next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
-        return Found(0, present, {"host": present}, present, "absent" if present < len(keys) else None, 0.0)
-
-    def load(self, keys: Sequence[bytes], scatter: Callable[[int, memoryview], None]) -> Loaded:
-        self.loads.append(len(keys))
-        for index, key in enumerate(keys):
-            if index == self.good:
-                scatter(index, memoryview(b"\x7f" * len(self.blocks[key])))
-                return Loaded(index, "damaged")
-            scatter(index, memoryview(self.blocks[key]))
-        return Loaded(len(keys), None)
-
-    def store(self, keys: Sequence[bytes], gather: Callable[[int, memoryview], None], durable: bool = False) -> Stored:
-        fresh = [index for index, key in enumerate(keys) if key not in self.blocks]
-        for index in fresh:
-            payload = bytearray(self.layout.block_bytes)
-            gather(index, memoryview(payload))
-            self.blocks[keys[index]] = bytes(payload)
-        self.stores.append((len(keys), len(fresh)))
-        return Stored(len(fresh), len(keys) - len(fresh))
-
-    def close(self) -> None:
-        pass
+STEADY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture(autouse=True)
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector, "Client", MemoryClient)
-    MemoryClient.blocks.clear()
-
-
-def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=12, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-        initializer_range=0.3, **changes,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval()
-
-
-MODEL = tiny()
-
-
-def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(1, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def cached(model: PreTrainedModel, **options: Any) -> TerraceCache:
-    return TerraceCache(model, socket="unused", block_tokens=BLOCK, **options)
-
-
-def answer(model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> list[int]:
-    out: list[int] = model.generate(input_ids, do_sample=False, max_new_tokens=12, **kwargs)[0].tolist()
-    return out
-
-
-def answer_with(terrace: TerraceCache, input_ids: torch.Tensor, **kwargs: Any) -> tuple[list[int], Any]:
-    output, report = terrace.generate(input_ids, do_sample=False, max_new_tokens=12, **kwargs)
-    return output[0].tolist(), report
+    use_memory_client(monkeypatch)
 
 
 def test_a_prompt_seen_before_is_loaded_but_for_its_last_part() -> None:
@@ -138,6 +47,15 @@ def test_a_prompt_seen_before_is_loaded_but_for_its_last_part() -> None:
     assert (second.loaded_tokens, second.computed_tokens, second.stored_blocks) == ({"host": 40}, 3, 0)
     assert second.why is None
     assert second.ttft_ms > second.lookup_ms + second.load_ms > 0
+    assert cache.client.stores == [(5, 5)]  # type: ignore[union-attr]
+
+
+def test_the_time_to_the_first_token_is_not_that_to_the_last() -> None:
+    clock = connector._FirstToken()
+    assert not clock(prompt(3), None).any()
+    first = clock.ttft_ms
+    assert not clock(prompt(4), None).any()
+    assert clock.ttft_ms == first > 0
 
 
 def test_a_cold_run_computes_the_very_same_floats_as_without_a_cache() -> None:
@@ -187,7 +105,7 @@ def test_bytes_of_any_dtype_come_back_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.fault(13)
 @given(shared=st.integers(0, 3 * BLOCK + 2), first=st.integers(0, 2 * BLOCK), second=st.integers(0, 2 * BLOCK))
-@settings(max_examples=40, deadline=None)
+@STEADY
 def test_exactly_the_shared_full_blocks_before_the_last_token_are_loaded(shared: int, first: int, second: int) -> None:
     MemoryClient.blocks.clear()
     cache = cached(MODEL)
@@ -209,7 +127,7 @@ def test_the_last_token_of_a_prompt_of_whole_blocks_is_computed_nevertheless() -
     warm, report = answer_with(cache, ids)
     assert warm == expected
     assert (report.loaded_tokens, report.computed_tokens, report.why) == ({"host": 2 * BLOCK}, BLOCK, None)
-    assert set(MemoryClient.blocks) == set(cache._client.keys(ids[0].tolist()))  # type: ignore[union-attr]
+    assert set(MemoryClient.blocks) == set(cache.client.keys(ids[0].tolist()))  # type: ignore[union-attr]
 
 
 def test_a_prompt_without_a_full_block_before_its_end_asks_nobody() -> None:
@@ -286,122 +204,22 @@ def test_a_cache_returned_by_prefill_serves_a_loop_of_ones_own() -> None:
     assert tokens == expected
 
 
-@pytest.mark.fault(5)
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param(lambda: tiny(seed=1), id="other weights"),
-        pytest.param(lambda: tiny(dtype=torch.bfloat16), id="other dtype"),
-        pytest.param(lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), id="other config"),
-    ],
-)
-def test_blocks_of_another_model_are_misses(other: Callable[[], PreTrainedModel]) -> None:
-    ids = prompt(4 * BLOCK)
-    cached(MODEL).prefill(ids)
-    assert cached(MODEL).prefill(ids).report.loaded_tokens == {"host": 3 * BLOCK}
-    report = cached(other()).prefill(ids).report
-    assert (report.loaded_tokens, report.why) == ({}, "absent")
-
-
-def test_the_digest_of_weights_is_that_of_their_bytes_and_notices_one_changed_element() -> None:
-    one, two = tiny(), tiny()
-    assert weights_digest(one) == weights_digest(two)
-    with torch.no_grad():
-        for name, tensor in two.named_parameters():
-            place = tensor.view(-1)[tensor.numel() * 2 // 3 : tensor.numel() * 2 // 3 + 1]
-            before = place.clone()
-            place += 2**-10
-            assert weights_digest(one) != weights_digest(two), name
-            place.copy_(before)
-        assert weights_digest(one) == weights_digest(two)
-        down = two.get_parameter("model.layers.1.mlp.down_proj.weight")
-        down.copy_(down.flip(0))
-        assert weights_digest(one) != weights_digest(two)
-
-
-def sliding() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, sliding_window=12, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return MistralForCausalLM(config).eval()
-
-
-def stretched() -> PreTrainedModel:
-    return tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=16)
-
-
-def adapted() -> PreTrainedModel:
-    model = tiny()
-    model.peft_config = {}
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [(sliding, "DynamicSlidingWindowLayer"), (stretched, "rope_type dynamic"), (adapted, "adapters")],
-)
-def test_a_model_whose_kv_is_not_its_prefix_alone_runs_without_a_cache_and_says_so(
-    make: Callable[[], PreTrainedModel], named: str
-) -> None:
-    ids = prompt(5 * BLOCK)
-    cache = cached(make())
-    assert named in str(cache.unfit)
-    text, report = answer_with(cache, ids)
-    assert text == answer(make(), ids)
-    assert named in report.why
-    assert (report.loaded_tokens, report.stored_blocks, report.computed_tokens) == ({}, 0, 5 * BLOCK)
-    assert named in str(cache.prefill(ids).report.why)
-    assert MemoryClient.blocks == {}
-
-
-def test_an_encoder_decoder_is_refused_by_name() -> None:
-    config = T5Config(
-        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
-    )
-    assert "T5ForConditionalGeneration" in str(cached(T5ForConditionalGeneration(config).eval()).unfit)
-
-
-def padded() -> dict[str, Any]:
-    mask = torch.ones(1, 5 * BLOCK, dtype=torch.long)
-    mask[0, :3] = 0
-    return {"attention_mask": mask}
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (padded, "attention_mask"),
-        (lambda: {"generation_config": GenerationConfig(pad_token_id=int(prompt(5 * BLOCK)[0, 3]))}, "attention_mask"),
-        (lambda: {"position_ids": torch.arange(1, 5 * BLOCK + 1)[None]}, "position_ids"),
-        (lambda: {"num_beams": 2}, "beam_search"),
-        (lambda: {"num_beams": 2, "num_return_sequences": 2}, "beam_search"),
-        (lambda: {"cache_implementation": "static"}, "cache_implementation"),
-        (lambda: {"use_cache": False}, "use_cache"),
-        (lambda: {"cache": DynamicCache(config=MODEL.config)}, "cache:"),
-    ],
-)
-def test_a_call_that_brings_more_than_token_ids_runs_without_a_cache_and_says_so(
-    call: Callable[[], dict[str, Any]], named: str
-) -> None:
-    cache, ids = cached(MODEL), prompt(5 * BLOCK)
-    cache.prefill(ids)
-    text, report = answer_with(cache, ids, **call())
-    assert text == answer(MODEL, ids, **call())
-    assert named in report.why
-    assert (report.loaded_tokens, report.stored_blocks) == ({}, 0)
-
-
-def test_several_prompts_at_once_and_a_model_in_training_are_not_cached() -> None:
+def test_a_prompt_gets_the_memory_of_the_last_one_unless_that_is_still_in_use() -> None:
     cache = cached(MODEL)
-    assert "one prompt at a time" in str(cache.prefill(prompt(4 * BLOCK).view(2, -1)).report.why)
-    MODEL.train()
-    try:
-        assert "training" in str(cache.prefill(prompt(4 * BLOCK)).report.why)
-    finally:
-        MODEL.eval()
-    assert MemoryClient.blocks == {}
+    first = cache.prefill(prompt(4 * BLOCK, 1))
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in first.cache.layers]
+    place = first.cache.layers[0].keys.data_ptr()
+    second = cache.prefill(prompt(4 * BLOCK, 2))
+    assert second.cache.layers[0].keys.data_ptr() != place
+    for layer, (keys, values) in zip(first.cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    place = second.cache.layers[0].keys.data_ptr()
+    one_tensor = second.cache.layers[-1].values
+    del second
+    assert cache.prefill(prompt(4 * BLOCK, 3)).cache.layers[0].keys.data_ptr() != place
+    del one_tensor
+    places = {cache.prefill(prompt(n, 4)).cache.layers[0].keys.data_ptr() for n in (4 * BLOCK, 5, 3 * BLOCK + 1)}
+    assert len(places) == 1
 
 
 def test_an_all_ones_mask_and_criteria_of_the_callers_own_are_honoured() -> None:
@@ -420,7 +238,7 @@ def test_an_all_ones_mask_and_criteria_of_the_callers_own_are_honoured() -> None
 
 
 @given(st.lists(st.sampled_from(("append 1", "append 3", "crop", "repeat", "select", "reorder", "reset")), max_size=8))
-@settings(deadline=None)
+@STEADY
 def test_a_roomy_layer_is_a_dynamic_layer_whatever_is_done_to_it(steps: list[str]) -> None:
     generator = torch.Generator().manual_seed(1)
     plain, roomy = DynamicLayer(), RoomyLayer(*torch.full((2, 1, 2, 10, 4), 9.0))

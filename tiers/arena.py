@@ -1,7 +1,7 @@
 """The arena: one file on tmpfs that daemon and engines map, and through which every block's bytes pass.
 
 Owns ``arena`` and ``owner.lock`` in the runtime folder. Made by the daemon before anything else; ``prepare`` runs in
-a thread of its own, the rest is for any thread. Imports ``kernels.pages`` and ``errors``.
+a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget`` and ``errors``.
 
 Room for the whole arena is checked before start. Slabs (equal parts of it) are allocated with ``posix_fallocate``
 before anybody may write to them, so a shortage is an error with numbers and never a SIGBUS.
@@ -14,21 +14,26 @@ import threading
 from pathlib import Path
 
 from terracekv.kernels.pages import populate
+from terracekv.tiers.budget import filesystem_type
 from terracekv.tiers.errors import InUse, NoRoom
 
 PREPARE_BYTES = 32 << 20
 
 
 class Arena:
-    """``view`` is the whole arena, writable. ``adopted`` tells whether the file of an earlier daemon was taken over.
+    """``view`` is the whole arena, writable. ``adopted`` tells whether the file of an earlier daemon was taken over;
+    without ``adopt`` it never is, for what described its bytes is lost.
 
     Raises InUse when another live daemon owns the folder, NoRoom when the file system cannot hold ``size_bytes``.
     """
 
-    def __init__(self, folder: Path, *, size_bytes: int, slab_bytes: int, prefault: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, size_bytes: int, slab_bytes: int, prefault: bool = True, adopt: bool = True
+    ) -> None:
         assert size_bytes % slab_bytes == 0 and slab_bytes % mmap.PAGESIZE == 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = folder / "arena"
+        self.filesystem = filesystem_type(folder)
         self.size_bytes = size_bytes
         self.slab_bytes = slab_bytes
         self.slabs = size_bytes // slab_bytes
@@ -39,7 +44,7 @@ class Arena:
         self._stopping = threading.Event()
         self._lock_fd = _own(folder / "owner.lock")
         try:
-            self.adopted = self._open()
+            self.adopted = self._open(adopt)
             self._map = mmap.mmap(self._fd, size_bytes)
         except BaseException:
             os.close(self._lock_fd)
@@ -47,12 +52,13 @@ class Arena:
         self.view = memoryview(self._map)
         self.prepare(slabs=1)
 
-    def _open(self) -> bool:
-        """Open the arena file. One of another size is replaced, not truncated: engines may still map it."""
+    def _open(self, adopt: bool) -> bool:
+        """Open the arena file. One that is not adopted is replaced, neither truncated nor reused: engines may still map
+        it, read from it and, unknown to a slot table made anew, be writing to it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         fd = os.open(self.path, flags, 0o600)
         found = os.fstat(fd)
-        adopted = found.st_size == self.size_bytes
+        adopted = adopt and found.st_size == self.size_bytes
         if not adopted and found.st_size:
             os.close(fd)
             self.path.unlink()

@@ -7,6 +7,7 @@ settings are checked against the answers) and by ``doctor``, from any thread. Im
 All limits are those of one daemon: engines and sessions share them, and however many there are, none is raised.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -248,17 +249,12 @@ def _cgroup_readings(root: Path) -> Iterator[tuple[str, int]]:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Bytes that the files of a flat folder occupy; what vanishes meanwhile counts nothing."""
+    """Bytes that the files below a folder occupy; what vanishes meanwhile counts nothing."""
     total = 0
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                try:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
-                except FileNotFoundError:
-                    continue
-    except OSError:
-        return total
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
     return total
 
 

@@ -3,7 +3,7 @@
 Owns one LMDB environment. It *is* the index: nothing of it is kept in Python, so memory does not grow with blocks.
 All of it is derived from segments and can be thrown away, hence no syncing at commit: a commit survives the death of
 the process, and ``sync`` is for the death of the machine. ``leading`` and ``get`` are called on the event loop and in
-worker threads, changes come from worker threads. Imports ``checksum``, ``errors``,
+worker threads, changes come from worker threads. Imports ``entry``, ``errors``,
 ``failpoint``, ``gate`` and ``tier``.
 
 The map (LMDB's limit on its file) grows in steps. LMDB forbids that under live transactions, so a gate lets in
@@ -12,14 +12,14 @@ either any number of transactions or one growth.
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import lmdb
 
-from terracekv.tiers.checksum import checksum
+from terracekv.tiers.entry import PLACE, PLACE_AT, STAMP, STAMP_AT, Entry, Place, pack, unpack
 from terracekv.tiers.errors import Damaged, Fenced, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.gate import Gate
@@ -27,43 +27,17 @@ from terracekv.tiers.tier import PAGE
 
 MAP_STEP_BYTES = 1 << 20
 _READERS_MAX = 256
+_BATCH = 2048
 _HEADROOM_PAGES = 64
 """Pages that a change may need besides those of its records: copies of branches, the list of free pages."""
 
-_ENTRY = struct.Struct("<QIIQQQHH")
-_CHECK = struct.Struct("<I")
-_PLACE = struct.Struct("<II")
-_STAMP_AT = slice(0, 8)
-_PLACE_AT = slice(8, 16)
-_STAMP = struct.Struct("<Q")
 _NUMBER = struct.Struct(">I")
+_ROW = struct.Struct(">II")
 _PAGES = struct.Struct("<I")
 
 _BROKEN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.CursorFullError)
 
 T = TypeVar("T")
-
-
-class Entry(NamedTuple):
-    """Where a block is. Sizes in bytes, ``page`` in pages from the segment's start."""
-
-    stamp: int
-    segment: int
-    page: int
-    payload_bytes: int
-    stored_bytes: int
-    checksum: int
-    codec: int = 0
-    flags: int = 0
-
-    @property
-    def end_page(self) -> int:
-        """The page after the record."""
-        return self.page + 1 + -(-self.stored_bytes // PAGE)
-
-
-Place = tuple[bytes, int, int]
-"""A block id with the segment and page where it was seen."""
 
 
 class Catalog:
@@ -128,7 +102,7 @@ class Catalog:
 
     def leading(self, stamp: int, ids: Sequence[bytes]) -> int:
         """How many of ``ids``, from the first on, have an entry with this stamp."""
-        head = _STAMP.pack(stamp)
+        head = STAMP.pack(stamp)
         found = 0
         with self._reading() as transaction:
             for value in map(cast(Callable[[bytes], bytes | None], transaction.get), ids):
@@ -143,7 +117,7 @@ class Catalog:
             value = transaction.get(id)
         if value is None:
             return None
-        entry = _unpack(id, value)
+        entry = unpack(id, value)
         if entry is None:
             raise Damaged(f"the catalog's entry of block {id.hex()} is wrong", "the block is forgotten")
         return entry
@@ -155,11 +129,10 @@ class Catalog:
             done = []
             for id, entry in records:
                 old = transaction.get(id)
-                new = old is None or old[_STAMP_AT] != _STAMP.pack(entry.stamp)
+                new = old is None or old[STAMP_AT] != STAMP.pack(entry.stamp)
                 done.append(new)
                 if new:
-                    transaction.put(id, _pack(id, entry))
-            self._raise_ends(transaction, (entry for (_, entry), new in zip(records, done, strict=True) if new))
+                    self._place(transaction, id, entry)
             return done
 
         return self._write(change, len(records))
@@ -171,11 +144,10 @@ class Catalog:
             done = []
             for id, old, new in moves:
                 value = transaction.get(id)
-                same = value is not None and value[_PLACE_AT] == _PLACE.pack(old.segment, old.page)
+                same = value is not None and value[PLACE_AT] == PLACE.pack(old.segment, old.page)
                 done.append(same)
                 if same:
-                    transaction.put(id, _pack(id, new))
-            self._raise_ends(transaction, (new for (_, _, new), moved in zip(moves, done, strict=True) if moved))
+                    self._place(transaction, id, new)
             return done
 
         return self._write(change, len(moves), spend_reserve=True)
@@ -187,7 +159,7 @@ class Catalog:
             gone = 0
             for id, segment, page in places:
                 value = transaction.get(id)
-                if value is not None and value[_PLACE_AT] == _PLACE.pack(segment, page):
+                if value is not None and value[PLACE_AT] == PLACE.pack(segment, page):
                     transaction.delete(id)
                     gone += 1
             return gone
@@ -199,19 +171,19 @@ class Catalog:
 
         def change(transaction: lmdb.Transaction) -> int:
             value = transaction.get(id)
-            return int(value is not None and _unpack(id, value) is None and transaction.delete(id))
+            return int(value is not None and unpack(id, value) is None and transaction.delete(id))
 
         return self._write(change, 1, spend_reserve=True)
 
     def delete(self, stamp: int, ids: Sequence[bytes]) -> int:
         """Remove entries wherever they point; the number that bore ``stamp``."""
-        head = _STAMP.pack(stamp)
+        head = STAMP.pack(stamp)
 
         def change(transaction: lmdb.Transaction) -> int:
             gone = 0
             for id in ids:
                 value = transaction.pop(id)
-                gone += value is not None and value[_STAMP_AT] == head
+                gone += value is not None and value[STAMP_AT] == head
             return gone
 
         return self._write(change, len(ids), spend_reserve=True)
@@ -228,7 +200,7 @@ class Catalog:
                 return rows
             for key, value in cursor:
                 id = bytes(key)
-                rows.append((id, _unpack(id, value)))
+                rows.append((id, unpack(id, value)))
                 if len(rows) == limit:
                     break
         return rows
@@ -255,10 +227,51 @@ class Catalog:
 
         self._write(change, len(ends))
 
-    def drop_segment(self, number: int) -> None:
-        """Forget a segment from which all entries are gone."""
-        key = _NUMBER.pack(number)
-        self._write(lambda transaction: transaction.delete(key, db=self._segments), 1, spend_reserve=True)
+    def held(self, number: int, after: int = -1, limit: int = 1024) -> list[tuple[bytes, Entry]]:
+        """The next blocks that lie in a segment beyond page ``after``, in the order of pages."""
+        found: list[tuple[bytes, Entry]] = []
+        with self._reading() as transaction:
+            cursor = transaction.cursor(self._places)
+            more = cursor.set_range(_ROW.pack(number, after + 1))
+            while more and len(found) < limit:
+                segment, page = _ROW.unpack(cursor.key())
+                if segment != number:
+                    break
+                id = bytes(cursor.value())
+                value = transaction.get(id)
+                entry = None if value is None else unpack(id, value)
+                if entry is not None and (entry.segment, entry.page) == (segment, page):
+                    found.append((id, entry))
+                more = cursor.next()
+        return found
+
+    def drop_segment(self, number: int) -> int:
+        """Forget a segment and what is still listed in it, some blocks at a time; the number of blocks."""
+        first, end = _ROW.pack(number, 0), _NUMBER.pack(number + 1)
+        gone = 0
+
+        def change(transaction: lmdb.Transaction) -> tuple[int, bool]:
+            cursor = transaction.cursor(self._places)
+            dropped = 0
+            cursor.set_range(first)
+            for _ in range(_BATCH):
+                row = bytes(cursor.key())  # empty beyond the last
+                if not row or row >= end:
+                    transaction.delete(_NUMBER.pack(number), db=self._segments)
+                    return dropped, False
+                id = bytes(cursor.value())
+                value = transaction.get(id)
+                if value is not None and value[PLACE_AT] == PLACE.pack(*_ROW.unpack(row)):
+                    transaction.delete(id)
+                    dropped += 1
+                cursor.delete()  # and on to the next
+            return dropped, True
+
+        more = True
+        while more:
+            dropped, more = self._write(change, _BATCH, spend_reserve=True)
+            gone += dropped
+        return gone
 
     def count(self) -> int:
         """Entries, of all stamps."""
@@ -300,18 +313,19 @@ class Catalog:
         os.truncate(self._data, self.map_bytes)
         self._blocks = self._environment.open_db(b"blocks")
         self._segments = self._environment.open_db(b"segments")
+        self._places = self._environment.open_db(b"places")
         self._environment.reader_check()
 
-    def _raise_ends(self, transaction: lmdb.Transaction, entries: Iterable[Entry]) -> None:
-        """Note how far segments are filled: appending resumes there after a crash."""
-        ends: dict[int, int] = {}
-        for entry in entries:
-            ends[entry.segment] = max(ends.get(entry.segment, 0), entry.end_page)
-        for number, end_page in ends.items():
-            key = _NUMBER.pack(number)
-            old = transaction.get(key, db=self._segments)
-            if old is None or _PAGES.unpack(old)[0] < end_page:
-                transaction.put(key, _PAGES.pack(end_page), db=self._segments)
+    def _place(self, transaction: lmdb.Transaction, id: bytes, entry: Entry) -> None:
+        """Set an entry; note in the order of places who is there, and how far the segment is filled: appending resumes
+        there after a crash. The note of an entry that is replaced or removed stays until its segment is dropped:
+        whoever reads notes compares them with the entry."""
+        transaction.put(id, pack(id, entry))
+        transaction.put(_ROW.pack(entry.segment, entry.page), id, db=self._places)
+        number = _NUMBER.pack(entry.segment)
+        end = transaction.get(number, db=self._segments)
+        if end is None or _PAGES.unpack(end)[0] < entry.end_page:
+            transaction.put(number, _PAGES.pack(entry.end_page), db=self._segments)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -351,7 +365,7 @@ class Catalog:
             with self._inside(), self._errors():
                 seen = self.map_bytes
                 left = seen // self._page_bytes - int(self._environment.info()["last_pgno"]) - 1
-                if not full and left >= _HEADROOM_PAGES + records // 8:
+                if not full and (spend_reserve or left >= _HEADROOM_PAGES + records // 8):
                     try:
                         return self._commit(change)
                     except lmdb.MapFullError:
@@ -384,16 +398,3 @@ class Catalog:
                 os.truncate(self._data, wanted)
                 self.map_bytes = wanted
             return True
-
-
-def _pack(id: bytes, entry: Entry) -> bytes:
-    value = _ENTRY.pack(*entry)
-    return value + _CHECK.pack(checksum(id + value) & 0xFFFFFFFF)
-
-
-def _unpack(id: bytes, value: bytes | memoryview) -> Entry | None:
-    if len(value) != _ENTRY.size + _CHECK.size:
-        return None
-    if _CHECK.unpack_from(value, _ENTRY.size)[0] != checksum(id + bytes(value[: _ENTRY.size])) & 0xFFFFFFFF:
-        return None
-    return Entry(*_ENTRY.unpack_from(value))

@@ -1,8 +1,8 @@
 """The disk tier: a log of segments, with the catalog as its index.
 
 Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file. Called by the daemon's worker threads;
-``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``checksum``, ``errors``, ``failpoint``,
-``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and ``upkeep``.
+``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``checksum``, ``entry``, ``errors``,
+``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and ``upkeep``.
 
 A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
 there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terracekv.tiers import upkeep
-from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog, Entry, Place
+from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog
 from terracekv.tiers.checksum import checksum as checksum_of
+from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.folder import NAMES, OwnedFolder
@@ -100,9 +101,12 @@ class DiskTier:
             )
             self._roller = Roller(files, self._shelf, self._catalog, self._namespaces, self._ledger)
             self._warn_of_foreign_files()
-            gone = self._shelf.shrink() + self._shelf.lost
-            self._rebuild = upkeep.Rebuild(self._catalog, self._shelf, self._namespaces, scan=not whole, gone=gone)
-            if whole:
+            for number in self._shelf.shrink() + self._shelf.lost:
+                self._catalog.drop_segment(number)
+            self._rebuild = upkeep.Rebuild(
+                self._catalog, self._shelf, self._namespaces, [] if whole else self._shelf.segments()
+            )
+            if not self.rebuilding:
                 self._owned.opened(self._namespaces.identity)
         except BaseException:
             self._catalog.close()
@@ -130,7 +134,7 @@ class DiskTier:
 
     @property
     def rebuilding(self) -> bool:
-        """Whether blocks on disk are not listed yet, or listed though their segment is gone; ``rebuild`` ends that."""
+        """Whether blocks on disk are not listed yet; ``rebuild`` lists them."""
         return self._rebuild.due
 
     def rebuild(self) -> int:
@@ -142,7 +146,7 @@ class DiskTier:
             return 0
         try:
             blocks = self._rebuild.run()
-            if not self._rebuild.scanning:
+            if not self.rebuilding:
                 self._owned.opened(self._namespaces.identity)
             return blocks
         except (OSError, TierDown) as error:
@@ -258,7 +262,7 @@ class DiskTier:
         try:
             self.sync()
             self._catalog.close()
-            if self._catalog.sound and not self._rebuild.scanning:
+            if self._catalog.sound and not self.rebuilding:
                 self._owned.closed(self._namespaces.identity)
         except (OSError, TierDown) as error:
             self._failed(error)
@@ -367,7 +371,7 @@ class DiskTier:
             self._shelf.seal(segment)
             return
         if self._shelf.lose(segment):
-            self._ledger.left("damaged", upkeep.forget_segments(self._catalog, {segment.number}))
+            self._ledger.left("damaged", self._catalog.drop_segment(segment.number))
 
     def _failed(self, error: OSError | TierDown | TierFull) -> None:
         self._ledger.failed(error)

@@ -1,4 +1,4 @@
-"""Which block goes next, and what went: small objects without locks or I/O. Standard library only.
+"""Which block goes next, and what went: small objects without locks or I/O. Imports ``namespace``.
 
 ``TailFirst`` is owned by the host tier (one for each namespace and epoch), ``Ghosts`` by the store. Their owners call
 them under their own locks.
@@ -9,6 +9,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
+
+from terracekv.tiers.namespace import Namespace
 
 _PLACE_BITS = 32
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
@@ -83,6 +86,23 @@ class TailFirst:
     def places(self) -> Iterator[tuple[bytes, int]]:
         """All ids with their places."""
         return ((id, entry & _PLACE_MASK) for id, entry in self._entries.items())
+
+
+class Space(NamedTuple):
+    """The sealed blocks of one namespace and epoch, in order of eviction; all have slots of one size in bytes."""
+
+    namespace: Namespace
+    slot_bytes: int
+    order: TailFirst
+
+
+def oldest_of(spaces: Iterable[Space]) -> tuple[Space, bytes, int] | None:
+    """Space, id and place of the block that goes next, of all: the one whose last use is longest ago."""
+    firsts = [(space, *first) for space in spaces if (first := space.order.oldest())]
+    if not firsts:
+        return None
+    space, id, place, _ = min(firsts, key=lambda first: first[3])
+    return space, id, place
 
 
 class Ghosts:

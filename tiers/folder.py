@@ -1,7 +1,7 @@
 """A folder with one owner, who remembers how it was left.
 
 Owns ``owner.lock`` (flocked for as long as the owner lives) and ``state.json`` of the folder. Used by a tier when it
-opens and closes. Imports ``errors``.
+opens and closes. Imports ``errors`` and ``failpoint``.
 """
 
 import fcntl
@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from terracekv.tiers.errors import InUse
+from terracekv.tiers.failpoint import failpoint
 
 FORMAT = 1
 NAMES = frozenset(("owner.lock", "state.json", "state.new"))
@@ -86,4 +87,5 @@ class OwnedFolder:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
+        failpoint("folder.replace")
         os.replace(fresh, self.folder / "state.json")

@@ -11,11 +11,10 @@ while leased: gone for lookups, freed by the last release).
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.checksum import checksum
-from terracekv.tiers.eviction import TailFirst
+from terracekv.tiers.eviction import Space, TailFirst, oldest_of
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
 from terracekv.tiers.tier import Counters, Outcome, TierStatus
@@ -23,14 +22,6 @@ from terracekv.tiers.tier import Counters, Outcome, TierStatus
 DAEMON = 0
 """The session number under which the daemon itself writes slots (promotion, HTTP)."""
 BATCH = 128
-
-
-class Space(NamedTuple):
-    """The sealed blocks of one namespace and epoch, in order of eviction."""
-
-    namespace: Namespace
-    slot_bytes: int
-    order: TailFirst
 
 
 class HostTier:
@@ -42,6 +33,7 @@ class HostTier:
     def __init__(self, arena: Arena, table: SlotTable, namespaces: Namespaces) -> None:
         self._arena = arena
         self._table = table
+        self._namespaces = namespaces
         self._lock = threading.Lock()
         self._spaces: dict[int, Space] = {}
         self._leases: dict[int, int] = {}
@@ -54,12 +46,12 @@ class HostTier:
         self.counters = Counters()
         self.on_evict: Callable[[Namespace, list[bytes], str], None] = lambda namespace, ids, reason: None
         """Called under the lock, with what left and why (capacity, flush, delete, damaged); must be quick."""
-        self.adopted_blocks = self._adopt(namespaces)
+        self.adopted_blocks = self._adopt()
 
-    def _adopt(self, namespaces: Namespaces) -> int:
+    def _adopt(self) -> int:
         adopted = 0
         for record in list(self._table.occupied()):
-            if not self._table.intact(record):
+            if not self._table.intact(record) or self._table.state(record) is State.DOOMED:
                 self._table.free(record)
             elif self._table.state(record) is State.WRITING:
                 session = self._table.writer(record)
@@ -70,7 +62,7 @@ class HostTier:
                     self._orphans.setdefault(session, []).append(record)
             else:
                 held = self._table.sealed(record)
-                namespace = namespaces.get(held.namespace) or namespaces.adopt(held.namespace, held.epoch)
+                namespace = self._namespaces.adopt(held.namespace, held.epoch)
                 space = self._space(namespace, held.payload_bytes)
                 fits = slot_bytes_for(held.payload_bytes) == self._table.slot_bytes(record) == space.slot_bytes
                 if held.epoch != namespace.epoch or not fits or held.block in space.order:
@@ -81,8 +73,6 @@ class HostTier:
                 adopted += 1
         return adopted
 
-    # Presence.
-
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``. O(1) a block."""
         space = self._spaces.get(namespace.stamp)
@@ -91,12 +81,17 @@ class HostTier:
         with self._lock:
             return space.order.leading(ids)
 
+    def absent(self, namespace: Namespace, ids: Sequence[bytes]) -> list[int]:
+        """Indices of the ``ids`` that are not here. O(1) a block."""
+        space = self._spaces.get(namespace.stamp)
+        if space is None:
+            return list(range(len(ids)))
+        with self._lock:
+            return [index for index, id in enumerate(ids) if id not in space.order]
+
     def has(self, namespace: Namespace, id: bytes) -> bool:
         """Whether a block is here."""
-        space = self._spaces.get(namespace.stamp)
-        return space is not None and id in space.order
-
-    # Writing.
+        return self.leading(namespace, [id]) == 1
 
     def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
         """A slot to write for each id that is not here; PRESENT for those that are, FULL where nothing can be evicted.
@@ -107,6 +102,7 @@ class HostTier:
             space = self._space(namespace, namespace.block_bytes)
             self._tick += 1
             space.order.touch(ids, self._tick)
+            self._table.offer(self._arena.slabs_ready)
             absent = sum(id not in space.order for id in ids)
             if absent:
                 self._make_room(space, absent, set(ids))
@@ -115,14 +111,13 @@ class HostTier:
                 if id in space.order:
                     result.append(Outcome.PRESENT)
                     continue
-                slot = self._table.take(space.slot_bytes, session, self._arena.slabs_ready)
+                slot = self._table.take(space.slot_bytes, session)
                 if slot is None:
                     result.append(Outcome.FULL)
                     continue
                 self._writing[slot.record] = session
-                start = slot.offset + namespace.block_bytes
-                end = slot.offset + space.slot_bytes
-                self._arena.view[start:end] = bytes(end - start)
+                tail = slice(slot.offset + namespace.block_bytes, slot.offset + space.slot_bytes)
+                self._arena.view[tail] = bytes(space.slot_bytes - namespace.block_bytes)
                 result.append(slot)
             return result
 
@@ -180,8 +175,6 @@ class HostTier:
                         del self._writing[record]
                         self._table.free(record)
             return sum(map(len, self._orphans.values()))
-
-    # Reading.
 
     def acquire(self, namespace: Namespace, ids: Sequence[bytes]) -> list[Slot | None]:
         """One more lease on each block that is here; None for those that are not. Ends with ``release``.
@@ -245,10 +238,11 @@ class HostTier:
         """The slot's bytes in the arena. Whole pages may be asked for: what follows the payload is zero."""
         return self._arena.view[slot.offset : slot.offset + size_bytes]
 
-    # The common contract.
-
     def put(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Outcome:
         """See ``Tier.put``."""
+        assert len(payload) >= namespace.block_bytes
+        if not self._namespaces.is_current(namespace):
+            return Outcome.STALE
         (slot,) = self.reserve(namespace, [id], DAEMON)
         if isinstance(slot, Outcome):
             return slot
@@ -257,19 +251,19 @@ class HostTier:
 
     def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
         """See ``Tier.get``."""
+        assert len(into) >= namespace.block_bytes
         (slot,) = self.acquire(namespace, [id])
-        if slot is None:
-            self.counters.misses += 1
-            return Outcome.MISS
-        try:
-            if self.unverified(slot) and self.verify(namespace, id, slot) is Outcome.DAMAGED:
-                return Outcome.DAMAGED
-            into[: namespace.block_bytes] = self.payload(slot, namespace.block_bytes)
-            self.counters.hits += 1
-            self.counters.get_bytes += namespace.block_bytes
-            return Outcome.HIT
-        finally:
+        outcome = Outcome.MISS
+        if slot is not None:
+            outcome = self.verify(namespace, id, slot) if self.unverified(slot) else Outcome.HIT
+            if outcome is Outcome.HIT:
+                into[: namespace.block_bytes] = self.payload(slot, namespace.block_bytes)
             self.release([slot])
+        with self._lock:
+            self.counters.misses += outcome is Outcome.MISS
+            self.counters.hits += outcome is Outcome.HIT
+            self.counters.get_bytes += namespace.block_bytes * (outcome is Outcome.HIT)
+        return outcome
 
     def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.delete``. Bytes under a lease stay readable for its holder until it is released."""
@@ -293,7 +287,7 @@ class HostTier:
         with self._lock:
             return TierStatus(
                 name=self.name,
-                mode="tmpfs",
+                mode=self._arena.filesystem,
                 capacity_bytes=self._arena.size_bytes,
                 used_bytes=self._table.used_bytes,
                 blocks=sum(len(space.order) for space in self._spaces.values()),
@@ -323,12 +317,11 @@ class HostTier:
                     assert (held.block, held.namespace, held.epoch) == (id, space.namespace.id, space.namespace.epoch)
                     listed.add(held.record)
             states = {record: self._table.state(record) for record in self._table.occupied()}
-            sealed = {record for record, state in states.items() if state is State.SEALED}
+            sealed = {record for record, state in states.items() if state is not State.WRITING}
             assert sealed == listed | self._doomed and not listed & self._doomed, "sealed slots are not those listed"
             assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
             assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
-            assert min(self._leases.values(), default=1) > 0
-            assert self._unverified <= sealed
+            assert min(self._leases.values(), default=1) > 0 and self._unverified <= sealed
 
     def leases(self) -> dict[int, int]:
         """Leases held, by slot record: what the sessions' books must add up to."""
@@ -342,8 +335,6 @@ class HostTier:
             self._table.close()
             self._arena.close()
 
-    # Under the lock.
-
     def _space(self, namespace: Namespace, block_bytes: int) -> Space:
         space = self._spaces.get(namespace.stamp)
         if space is None:
@@ -352,20 +343,26 @@ class HostTier:
 
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
-        spared = 0
-        while self._table.free_slots(space.slot_bytes, self._arena.slabs_ready) < wanted:
-            oldest = [(entry, each) for each in self._spaces.values() if (entry := each.order.oldest())]
-            if not oldest or spared > len(self._leases) + 8:
+        spared, spared_max, in_use = 0, len(self._leases) + 8, set[int]()
+        while self._table.free_slots(space.slot_bytes) < wanted:
+            oldest = oldest_of(self._spaces.values())
+            if oldest is None or spared > spared_max:
                 return
-            (id, place, _), victim = min(oldest, key=lambda pair: pair[0][2])
+            victim, id, place = oldest
             record = place * RECORD_BYTES
             if id in keep:
                 return
-            if victim.slot_bytes == space.slot_bytes and record not in self._leases:
-                self._drop(victim, [id], "capacity")
-            elif victim.slot_bytes == space.slot_bytes or not self._empty_slab(self._table.slab_of(record)):
-                victim.order.spare(id)
-                spared += 1
+            if victim.slot_bytes == space.slot_bytes:
+                if record not in self._leases:
+                    self._drop(victim, [id], "capacity")
+                    continue
+            elif (slab := self._table.slab_of(record)) not in in_use:
+                if self._empty_slab(slab):
+                    continue
+                in_use.add(slab)
+                spared_max += len(self._table.slots_in_slab(slab))  # all may be older than any other slab's
+            victim.order.spare(id)
+            spared += 1
 
     def _empty_slab(self, slab: int) -> bool:
         """Evict a whole slab for another slot size, unless any of its slots is in use."""
@@ -383,13 +380,13 @@ class HostTier:
             return 0
         gone = []
         for id in ids:
-            place = space.order.discard(id)
-            if place is None:
+            if (place := space.order.discard(id)) is None:
                 continue
             gone.append(id)
             record = place * RECORD_BYTES
             if record in self._leases:
                 self._doomed.add(record)
+                self._table.doom(record)
             else:
                 self._free(record)
         if gone:

@@ -2,7 +2,8 @@
 
 Owns ``namespaces.json`` in the state folder: written whole, fsynced, renamed into place, so an epoch once raised
 stays raised. It is not in the catalog because the catalog can be rebuilt from segments and an epoch cannot.
-Called by the daemon on its event loop and by tiers from any thread. Imports the standard library and ``errors``.
+Called by the daemon on its event loop and by tiers from any thread. Imports the standard library, ``errors``
+and ``failpoint``.
 """
 
 import json
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from terracekv.tiers.errors import Damaged
+from terracekv.tiers.failpoint import failpoint
 
 FORMAT = 1
 
@@ -144,7 +146,9 @@ class Namespaces:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        failpoint("namespaces.replace")
         os.replace(fresh, self._path)
+        failpoint("namespaces.replaced")
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

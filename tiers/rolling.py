@@ -1,24 +1,22 @@
 """Room for records: rolling from one segment to the next, and evicting the oldest.
 
 Owns the lock under which one thread at a time rolls; the others wait for the room it makes. Called by ``disk`` from
-worker threads. Imports ``catalog``, ``failpoint``, ``ledger``, ``namespace``, ``segment``, ``shelf``, ``tier`` and
-``upkeep``.
+worker threads. Imports ``catalog``, ``entry``, ``failpoint``, ``ledger``, ``namespace``, ``segment``, ``shelf`` and
+``tier``.
 """
 
 import mmap
 import threading
 from dataclasses import replace
 
-from terracekv.tiers import upkeep
-from terracekv.tiers.catalog import Catalog, Place
+from terracekv.tiers.catalog import Catalog
+from terracekv.tiers.entry import Entry
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespaces
-from terracekv.tiers.segment import Record, SegmentFiles, pages_of
+from terracekv.tiers.segment import SegmentFiles
 from terracekv.tiers.shelf import Segment, Shelf
 from terracekv.tiers.tier import PAGE
-
-_BATCH = 1024
 
 
 class Roller:
@@ -54,14 +52,22 @@ class Roller:
         self._shelf.trim()
         while self._shelf.over_limit() and self._evict(save=False):
             pass
-        if not self._shelf.can_advance() and not self._evict(save=False):
+        if not self._shelf.can_advance() and not self._evict_now():
             self._ledger.last_error = "every segment is being read or written"
             return False
-        if not self._shelf.advance() and not (self._evict(save=False) and self._shelf.advance()):
+        if not self._shelf.advance() and not (self._evict_now() and self._shelf.advance()):
+            self._ledger.last_error = "the disk has no room for a segment"
             return False
         if not self._shelf.can_advance():
             self._evict(save=True)
         return True
+
+    def _evict_now(self) -> bool:
+        """Evict for room that is needed at once, from the full active segment when no other is idle."""
+        if self._evict(save=False):
+            return True
+        self._shelf.seal()
+        return self._evict(save=False)
 
     def _evict(self, save: bool) -> bool:
         """Empty the oldest idle segment; False when there is none. ``save`` appends anew those of its blocks that were
@@ -70,9 +76,10 @@ class Roller:
         if segment is None:
             return False
         try:
-            evicted = self._empty(segment, segment.pages // 2 if save else 0)
+            if save and segment.hit:
+                self._save_hits(segment)
+            evicted = self._catalog.drop_segment(segment.number)
             failpoint("disk.evicted")
-            self._catalog.drop_segment(segment.number)
         except BaseException:
             self._shelf.keep(segment)
             raise
@@ -80,52 +87,39 @@ class Roller:
         self._ledger.left("capacity", evicted)
         return True
 
-    def _empty(self, segment: Segment, saving: int) -> int:
-        """Save hit blocks, up to ``saving`` pages, and forget the others; the number forgotten."""
-        gone: list[Place] = []
-        evicted = covered = 0
-        try:
-            for page, record in self._files.scan(segment.number, segment.cursor):
-                covered += record.pages
-                if segment.marked(page) and record.pages <= saving and self._save(segment, page, record):
-                    saving -= record.pages
-                    continue
-                gone.append((record.id, segment.number, page))
-                if len(gone) == _BATCH:
-                    evicted += self._catalog.forget(gone)
-                    gone = []
-            evicted += self._catalog.forget(gone)
-        except OSError as error:
-            self._ledger.failed(error)
-            covered = 0
-        if covered == segment.cursor:
-            return evicted
-        # Not every header could be read: what else was listed here is looked for in the catalog.
-        return evicted + upkeep.forget_segments(self._catalog, {segment.number})
+    def _save_hits(self, segment: Segment) -> None:
+        saving = segment.pages // 2
+        after = -1
+        # Of the buffer only what the largest block takes is ever touched. It is not closed by hand: whatever goes wrong
+        # below would still hold views of it, and closing would raise an error of its own in its place.
+        buffer = memoryview(mmap.mmap(-1, saving * PAGE))
+        while saving and (rows := self._catalog.held(segment.number, after)):
+            for id, entry in rows:
+                pages = entry.end_page - entry.page
+                if segment.marked(entry.page) and pages <= saving and self._save(id, entry, buffer):
+                    saving -= pages
+            after = rows[-1][1].page
 
-    def _save(self, segment: Segment, page: int, record: Record) -> bool:
+    def _save(self, id: bytes, entry: Entry, buffer: memoryview) -> bool:
         """Append a block of a segment under eviction anew, without rolling; False when it must go."""
-        entry = self._catalog.get(record.id)
-        namespace = self._namespaces.get(record.namespace_id)
-        if entry is None or (entry.segment, entry.page) != (segment.number, page):
-            return False
-        if namespace is None or entry.stamp != namespace.stamp:
-            return False
-        room = self._shelf.take(record.pages)
+        pages = entry.end_page - entry.page
+        room = self._shelf.take(pages)
         if room is None:
             return False
-        target, target_page = room
+        target, page = room
         used = False
         try:
-            with mmap.mmap(-1, pages_of(record.stored_bytes) * PAGE) as buffer, memoryview(buffer) as view:
-                if self._files.read(segment.number, page, record.stored_bytes, view) != record:
-                    return False
-                self._files.write(replace(record, generation=target.number), target_page, view)
-            moved = entry._replace(segment=target.number, page=target_page)
-            used = self._catalog.move([(record.id, entry, moved)])[0]
+            record = self._files.read(entry.segment, entry.page, entry.stored_bytes, buffer)
+            if record is None or record.id != id or record.stored_bytes != entry.stored_bytes:
+                return False
+            namespace = self._namespaces.get(record.namespace_id)
+            if namespace is None or namespace.stamp != entry.stamp:
+                return False
+            self._files.write(replace(record, generation=target.number), page, buffer)
+            used = self._catalog.move([(id, entry, entry._replace(segment=target.number, page=page))])[0]
             return used
         except OSError as error:
             self._ledger.failed(error)
             return False
         finally:
-            self._shelf.done(target, target_page, record.pages, used)
+            self._shelf.done(target, page, pages, used)

@@ -42,6 +42,11 @@ class Segment:
         self.unsynced = False
         self._hits: bytearray | None = None
 
+    @property
+    def hit(self) -> bool:
+        """Whether any record was read."""
+        return self._hits is not None
+
     def mark(self, page: int) -> None:
         """Note that the record at ``page`` was read. A record has at least two pages, so two share no bit."""
         if self._hits is None:
@@ -79,6 +84,7 @@ class Shelf:
         self._spares: list[tuple[int, int]] = []
         self._active: Segment | None = None
         self._creating = 0
+        self._draining: Segment | None = None
         found, self.foreign = files.found()
         for number, size in found.items():
             if ends is None:
@@ -205,13 +211,15 @@ class Shelf:
         """A segment all of whose blocks are forgotten becomes a spare, or is given back when it is over the limit.
 
         Whoever looked a place up before it was forgotten may still pin the segment, until it leaves the table here;
-        such readers are waited for, since after this the file's bytes are overwritten.
+        such readers are waited for, since after this the file's bytes are overwritten. One caller at a time.
         """
         with self._lock:
             if self._table.pop(segment.number, None) is None:
                 return
+            self._draining = segment
             while segment.readers:
                 self._drained.wait()
+            self._draining = None
             self._spares.append((segment.number, segment.size))
         self.trim()
 
@@ -234,10 +242,10 @@ class Shelf:
             dropped.append(segment.number)
         return dropped
 
-    def seal(self, segment: Segment) -> None:
-        """Append no more to a segment."""
+    def seal(self, segment: Segment | None = None) -> None:
+        """Append no more to this segment, or to whichever is active."""
         with self._lock:
-            if self._active is segment:
+            if segment is None or self._active is segment:
                 self._active = None
 
     def trim(self) -> None:
@@ -312,10 +320,11 @@ class Shelf:
             assert self._cost() <= self.limit_bytes(), f"{self._cost()} bytes, limit {self.limit_bytes()}"
 
     def _bytes(self) -> int:
-        return sum(segment.size for segment in self._table.values()) + sum(size for _, size in self._spares)
+        held = sum(segment.size for segment in self._table.values()) + sum(size for _, size in self._spares)
+        return held + (self._draining.size if self._draining else 0)
 
     def _count(self) -> int:
-        return len(self._table) + len(self._spares)
+        return len(self._table) + len(self._spares) + bool(self._draining)
 
     def _cost(self) -> int:
         return self._bytes() + self._count() * OVERHEAD_BYTES + self._creating

@@ -1,10 +1,11 @@
 """The slot table: what each slot of the arena holds, in a tmpfs file that outlives the daemon.
 
 Owns ``slots`` in the runtime folder. Written by the host tier under its lock; engines map it for reading, to compare
-generations after a copy. Imports ``block``, ``checksum`` and ``errors``.
+generations after a copy. Imports ``checksum`` and ``failpoint``.
 
-A slot is FREE -> WRITING -> SEALED -> FREE. Its generation changes whenever it enters or leaves FREE, and always
-before its bytes may change, so whoever copied bytes and then finds another generation has copied nothing.
+A slot is FREE -> WRITING -> SEALED -> FREE; one that is leased while its block goes is DOOMED until its last lease
+ends. Its generation changes whenever it enters or leaves FREE, and always before its bytes may change, so whoever
+copied bytes and then finds another generation has copied nothing.
 The table lives as long as the bytes that it describes: a restarted daemon adopts both, a reboot clears both.
 """
 
@@ -12,12 +13,14 @@ import fcntl
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.failpoint import failpoint
 
 PAGE = 4096
 RECORD_BYTES = 128
@@ -42,9 +45,10 @@ class State(IntEnum):
     FREE = 0
     WRITING = 1
     SEALED = 2
+    DOOMED = 3
 
 
-_FREE, _WRITING, _SEALED = (int(state) for state in State)  # an enum's call costs more than the rest of a step
+_FREE, _WRITING, _SEALED, _DOOMED = (int(state) for state in State)  # an enum's call costs more than the rest of a step
 _NOTHING = (bytes(34), bytes(32), 0, 0, 0)
 
 
@@ -73,6 +77,26 @@ def slot_bytes_for(block_bytes: int) -> int:
     return -(-block_bytes // PAGE) * PAGE
 
 
+def _shape(arena_bytes: int, slab_bytes: int) -> tuple[int, int, int]:
+    """Where the records begin, bytes of one slab's records, bytes of the whole table."""
+    slabs = arena_bytes // slab_bytes
+    records_at = PAGE + -(-slabs * _SLAB.size // PAGE) * PAGE
+    region_bytes = slab_bytes // PAGE * RECORD_BYTES
+    return records_at, region_bytes, records_at + slabs * region_bytes
+
+
+def table_fits(path: Path, *, arena_bytes: int, slab_bytes: int) -> bool:
+    """Whether there is a table that describes an arena cut like this. Where there is none, nobody can know what an
+    arena holds and who still writes to it: it must not be adopted either."""
+    header = _HEADER.pack(_MAGIC, arena_bytes, slab_bytes, RECORD_BYTES)
+    try:
+        with open(path, "rb") as file:
+            fits = os.fstat(file.fileno()).st_size == _shape(arena_bytes, slab_bytes)[2]
+            return fits and file.read(len(header)) == header
+    except FileNotFoundError:
+        return False
+
+
 class SlotTable:
     """All slots of an arena of ``slabs`` slabs. A slab serves one slot size until it is empty again.
 
@@ -85,33 +109,25 @@ class SlotTable:
         self.slab_bytes = slab_bytes
         self.slabs = arena_bytes // slab_bytes
         self._slabs_at = PAGE
-        self._records_at = PAGE + -(-self.slabs * _SLAB.size // PAGE) * PAGE
-        self._region_bytes = slab_bytes // PAGE * RECORD_BYTES
-        self.size_bytes = self._records_at + self.slabs * self._region_bytes
-        header = _HEADER.pack(_MAGIC, arena_bytes, slab_bytes, RECORD_BYTES)
-        self.adopted = adopt and self._fits(header)
+        self._records_at, self._region_bytes, self.size_bytes = _shape(arena_bytes, slab_bytes)
+        self.adopted = adopt and table_fits(path, arena_bytes=arena_bytes, slab_bytes=slab_bytes)
         if not self.adopted:
             path.unlink(missing_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, self.size_bytes)
         os.posix_fallocate(self._fd, 0, self._records_at)
         self._table = mmap.mmap(self._fd, self.size_bytes)
-        self._table[: len(header)] = header
+        self._table[: _HEADER.size] = _HEADER.pack(_MAGIC, arena_bytes, slab_bytes, RECORD_BYTES)
         self._slot_bytes = [0] * self.slabs
         self._used = [0] * self.slabs
         self._free: list[list[int]] = [[] for _ in range(self.slabs)]
         self._open: dict[int, dict[int, None]] = {}
-        self._unassigned = dict.fromkeys(range(self.slabs))
+        self._free_slots: Counter[int] = Counter()
+        self._unassigned: dict[int, None] = {}
+        self._offered = 0
         self.used_bytes = 0
         if self.adopted:
             self._read_slabs()
-
-    def _fits(self, header: bytes) -> bool:
-        try:
-            with open(self.path, "rb") as file:
-                return file.read(len(header)) == header and os.fstat(file.fileno()).st_size == self.size_bytes
-        except FileNotFoundError:
-            return False
 
     def _read_slabs(self) -> None:
         for slab in range(self.slabs):
@@ -121,7 +137,6 @@ class SlotTable:
             if slot_bytes % PAGE or slot_bytes > self.slab_bytes:
                 _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, 0)
                 continue
-            del self._unassigned[slab]
             self._slot_bytes[slab] = slot_bytes
             for record in self._records(slab):
                 if self._table[record + _STATE_AT] == State.FREE:
@@ -131,6 +146,7 @@ class SlotTable:
                     self.used_bytes += slot_bytes
             if self._free[slab]:
                 self._open.setdefault(slot_bytes, {})[slab] = None
+                self._free_slots[slot_bytes] += len(self._free[slab])
             self._let_go_if_empty(slab)
 
     def _records(self, slab: int) -> range:
@@ -166,16 +182,22 @@ class SlotTable:
         """Whether the slot is still what it was when it was handed out."""
         return bool(_GENERATION.unpack_from(self._table, slot.record)[0] == slot.generation)
 
-    def free_slots(self, slot_bytes: int, slabs_ready: int) -> int:
-        """How many slots of this size can be taken at once."""
-        fresh = sum(1 for slab in self._unassigned if slab < slabs_ready) * (self.slab_bytes // slot_bytes)
-        return fresh + sum(len(self._free[slab]) for slab in self._open.get(slot_bytes, ()))
+    def offer(self, slabs_ready: int) -> None:
+        """The first ``slabs_ready`` slabs of the arena may be written to; called when that number has grown."""
+        for slab in range(self._offered, slabs_ready):
+            if not self._slot_bytes[slab]:
+                self._unassigned[slab] = None
+        self._offered = slabs_ready
 
-    def take(self, slot_bytes: int, session: int, slabs_ready: int) -> Slot | None:
+    def free_slots(self, slot_bytes: int) -> int:
+        """How many slots of this size can be taken at once."""
+        return self._free_slots[slot_bytes] + len(self._unassigned) * (self.slab_bytes // slot_bytes)
+
+    def take(self, slot_bytes: int, session: int) -> Slot | None:
         """FREE -> WRITING for ``session``; None when no slot of this size is free and no slab is empty."""
         slabs = self._open.get(slot_bytes)
         if not slabs:
-            if not self._assign(slot_bytes, slabs_ready):
+            if not self._assign(slot_bytes):
                 return None
             slabs = self._open[slot_bytes]
         slab = next(iter(slabs))
@@ -183,20 +205,30 @@ class SlotTable:
         if not self._free[slab]:
             del slabs[slab]
         self._used[slab] += 1
+        self._free_slots[slot_bytes] -= 1
         self.used_bytes += slot_bytes
         assert self._table[record + _STATE_AT] == _FREE
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
         self._write(record, generation, session, _WRITING, *_NOTHING)
+        failpoint("slots.taken")
         return self.slot(record)
 
     def seal(self, slot: Slot, block: bytes, namespace: bytes, epoch: int, payload_bytes: int, digest: int) -> None:
         """WRITING -> SEALED: the slot holds this block from now on, restarts included."""
         assert self._table[slot.record + _STATE_AT] == _WRITING and self.current(slot)
+        failpoint("slots.seal")
         self._write(slot.record, slot.generation, 0, _SEALED, block, namespace, epoch, payload_bytes, digest)
+        failpoint("slots.sealed")
+
+    def doom(self, record: int) -> None:
+        """SEALED -> DOOMED: the bytes stay for those who lease them, and no restart lists them again."""
+        assert self._table[record + _STATE_AT] == _SEALED
+        generation, writer, _, *what = _BODY.unpack_from(self._table, record)
+        self._write(record, generation, writer, _DOOMED, *what)
 
     def sealed(self, record: int) -> Sealed:
-        """What a SEALED slot holds."""
-        assert self._table[record + _STATE_AT] == _SEALED
+        """What a SEALED or DOOMED slot holds."""
+        assert self._table[record + _STATE_AT] in (_SEALED, _DOOMED)
         _, _, _, block, namespace, epoch, payload_bytes, digest = _BODY.unpack_from(self._table, record)
         return Sealed(record, block, namespace, epoch, payload_bytes, digest)
 
@@ -211,20 +243,23 @@ class SlotTable:
         return bool(answer[0] == fcntl.F_UNLCK)
 
     def free(self, record: int) -> None:
-        """WRITING or SEALED -> FREE. An emptied slab may serve another slot size."""
+        """WRITING, SEALED or DOOMED -> FREE. An emptied slab may serve another slot size."""
         assert self._table[record + _STATE_AT] != _FREE
         slab = self.slab_of(record)
         generation = _GENERATION.unpack_from(self._table, record)[0] + 1
+        failpoint("slots.free")
         self._write(record, generation, 0, _FREE, *_NOTHING)
+        failpoint("slots.freed")
         self._free[slab].append(record)
+        self._free_slots[self._slot_bytes[slab]] += 1
         self._open.setdefault(self._slot_bytes[slab], {})[slab] = None
         self._used[slab] -= 1
         self.used_bytes -= self._slot_bytes[slab]
         self._let_go_if_empty(slab)
 
     def slots_in_slab(self, slab: int) -> list[int]:
-        """Records of the slab's slots that are not FREE."""
-        return [record for record in self._records(slab) if self.state(record) is not State.FREE]
+        """Records of the slab's slots that are not FREE: among them, after a crash, such as are in no state at all."""
+        return [record for record in self._records(slab) if self._table[record + _STATE_AT] != _FREE]
 
     def occupied(self) -> Iterator[int]:
         """Records of all slots that are not FREE."""
@@ -240,9 +275,11 @@ class SlotTable:
     def check(self) -> None:
         """Free lists and counts against the states in the table."""
         used_bytes = 0
+        free_slots: Counter[int] = Counter()
         for slab in range(self.slabs):
             if not self._slot_bytes[slab]:
-                assert slab in self._unassigned and not self._used[slab], f"slab {slab} is lost"
+                assert (slab in self._unassigned) == (slab < self._offered), f"slab {slab} is lost"
+                assert not self._used[slab]
                 continue
             states = [self.state(record) for record in self._records(slab)]
             free = states.count(State.FREE)
@@ -251,6 +288,8 @@ class SlotTable:
             ], f"slab {slab}: the free list is not what the table says"
             assert len(states) - free == self._used[slab] > 0, f"slab {slab}: {self._used[slab]} slots counted as used"
             used_bytes += self._used[slab] * self._slot_bytes[slab]
+            free_slots[self._slot_bytes[slab]] += free
+        assert free_slots == +self._free_slots, f"{self._free_slots} free slots counted, {free_slots} there"
         assert used_bytes == self.used_bytes, f"{self.used_bytes} bytes accounted, {used_bytes} used"
 
     def close(self) -> None:
@@ -267,8 +306,8 @@ class SlotTable:
         body = _BODY.pack(generation, session, state, block, namespace, epoch, payload_bytes, digest)
         self._table[record : record + _DIGEST_AT + 8] = body + _DIGEST.pack(checksum(body))
 
-    def _assign(self, slot_bytes: int, slabs_ready: int) -> bool:
-        slab = next((slab for slab in self._unassigned if slab < slabs_ready), None)
+    def _assign(self, slot_bytes: int) -> bool:
+        slab = next(iter(self._unassigned), None)
         if slab is None or slot_bytes > self.slab_bytes:
             return False
         count = self.slab_bytes // slot_bytes
@@ -283,8 +322,10 @@ class SlotTable:
             # Only the state is cleared: generations go on, or a reader of the slab's former life could be fooled.
             generation = _GENERATION.unpack_from(self._table, record)[0] + 1
             self._write(record, generation, 0, _FREE, *_NOTHING)
+        failpoint("slots.assign")
         _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, slot_bytes)
         self._free[slab] = list(reversed(self._records(slab)))
+        self._free_slots[slot_bytes] += count
         self._open.setdefault(slot_bytes, {})[slab] = None
         return True
 
@@ -293,6 +334,8 @@ class SlotTable:
             return
         _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, 0)
         self._open.get(self._slot_bytes[slab], {}).pop(slab, None)
+        self._free_slots[self._slot_bytes[slab]] -= len(self._free[slab])
         self._slot_bytes[slab] = 0
         self._free[slab] = []
-        self._unassigned[slab] = None
+        if slab < self._offered:
+            self._unassigned[slab] = None

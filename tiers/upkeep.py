@@ -1,13 +1,14 @@
 """Upkeep of the disk tier: rebuilding the catalog from segments, dropping what is stale, comparing the books.
 
 Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threads, beside puts and gets. Imports
-``catalog``, ``errors``, ``namespace``, ``segment``, ``shelf`` and ``tier``.
+``catalog``, ``entry``, ``errors``, ``namespace``, ``segment``, ``shelf`` and ``tier``.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from terracekv.tiers.catalog import Catalog, Entry, Place
+from terracekv.tiers.catalog import Catalog
+from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import TierFull
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.segment import CODEC_RAW, Record
@@ -19,28 +20,22 @@ log = logging.getLogger(__name__)
 
 
 class Rebuild:
-    """Brings a catalog in line with the segments: fills a fresh one, unlists what was in segments that are gone."""
+    """Fills an empty catalog with what the segments hold."""
 
-    def __init__(
-        self, catalog: Catalog, shelf: Shelf, namespaces: Namespaces, *, scan: bool, gone: Sequence[int]
-    ) -> None:
+    def __init__(self, catalog: Catalog, shelf: Shelf, namespaces: Namespaces, segments: Sequence[Segment]) -> None:
+        """``segments`` are those to read, oldest first."""
         self._catalog = catalog
         self._shelf = shelf
         self._namespaces = namespaces
-        self._unscanned = list(reversed(shelf.segments())) if scan else []
-        self._gone = set() if scan else set(gone)
+        self._unscanned = list(reversed(segments))
         self._stopped = False
         self.segments_done = 0
         self.blocks = 0
 
     @property
-    def scanning(self) -> bool:
+    def due(self) -> bool:
         """Whether blocks on disk are not listed yet."""
         return bool(self._unscanned)
-
-    @property
-    def due(self) -> bool:
-        return bool(self._unscanned or self._gone)
 
     def stop(self) -> None:
         """Return from ``run`` soon; what is left stays due."""
@@ -49,9 +44,6 @@ class Rebuild:
     def run(self) -> int:
         """Newest segments first, so that the newest of two records of a block is the one listed."""
         before = self.blocks
-        if self._gone:
-            forget_segments(self._catalog, self._gone)
-            self._gone = set()
         while self._unscanned and not self._stopped:
             segment = self._unscanned[0]
             # Pinned, so that no put evicts it between the scan and the publishing.
@@ -91,20 +83,6 @@ class Rebuild:
         return record.id, entry
 
 
-def forget_segments(catalog: Catalog, numbers: Collection[int]) -> int:
-    """Unlist what is in segments whose headers cannot be asked, by a walk of the catalog; the number of blocks."""
-    gone = 0
-    for rows in catalog.walk():
-        places: list[Place] = [
-            (id, entry.segment, entry.page) for id, entry in rows if entry is not None and entry.segment in numbers
-        ]
-        if places:
-            gone += catalog.forget(places)
-    for number in numbers:
-        catalog.drop_segment(number)
-    return gone
-
-
 def drop_stale(catalog: Catalog, namespace: Namespace) -> int:
     """Remove entries of a namespace's older epochs; the number removed."""
     gone = 0
@@ -135,7 +113,18 @@ def check_entries(catalog: Catalog, shelf: Shelf) -> None:
             known = (id, entry.segment, entry.stamp & 0xFFFFFFFF, entry.stored_bytes, entry.checksum)
             assert said == known, f"the record of {id.hex()} is {said}, the catalog says {known}"
             listed += 1
+    held = sum(count_held(catalog, number) for number in segments)
+    assert held == listed, f"{listed} blocks are listed, {held} are known by their places"
     assert listed == catalog.count()
     for number, end_page in catalog.segments().items():
         assert number in segments, f"the catalog knows segment {number}, which is not there"
         assert end_page <= segments[number].cursor, f"segment {number} ends at {end_page} in the catalog"
+
+
+def count_held(catalog: Catalog, number: int) -> int:
+    """Blocks that the catalog knows to lie in a segment."""
+    count, after = 0, -1
+    while rows := catalog.held(number, after):
+        count += len(rows)
+        after = rows[-1][1].page
+    return count

