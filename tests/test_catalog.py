@@ -56,7 +56,7 @@ def test_leading_stops_at_the_first_absent_or_stale_block(catalog: Catalog) -> N
     assert catalog.leading(STAMP, names) == 4
     assert catalog.publish([(name(4), entry(4, STAMP + 1))]) == [True]
     assert catalog.leading(STAMP, names) == 4
-    assert catalog.publish([(name(4), entry(4))]) == [True], "another stamp's entry is replaced"
+    assert catalog.publish([(name(4), entry(4))]) == [False], "a later epoch's entry is not replaced"
 
 
 def test_moving_and_forgetting_touch_only_what_is_still_at_its_place(catalog: Catalog) -> None:

@@ -74,10 +74,12 @@ def beside(work: Callable[[], None], pause: Pause) -> Iterator[None]:
 
 
 def fill(daemon: Daemon, seed: int, blocks: int = SLOTS) -> int:
-    """How many blocks another engine gets room for; what it stored comes back whole."""
+    """How many blocks another engine gets room for; what it stored comes back whole.
+
+    Durable, since blocks on their way to disk cannot be evicted, and the next one wants all the room too."""
     with daemon.client(model=f"other {seed}") as other:
         keys = other.chain(seed, blocks)
-        stored = other.put(keys)
+        stored = other.put(keys, durable=True)
         assert other.get(keys).blocks == stored.stored + stored.present
         return stored.stored + stored.present
 

@@ -123,13 +123,13 @@ class Catalog:
         return entry
 
     def publish(self, records: Sequence[tuple[bytes, Entry]]) -> list[bool]:
-        """Make written records findable, all in one transaction; False where the block is there already."""
+        """Make records findable, all in one transaction; False where the block is there, of this epoch or a later."""
 
         def change(transaction: lmdb.Transaction) -> list[bool]:
             done = []
             for id, entry in records:
                 old = transaction.get(id)
-                new = old is None or old[STAMP_AT] != STAMP.pack(entry.stamp)
+                new = old is None or entry.supersedes(old)
                 done.append(new)
                 if new:
                     self._place(transaction, id, entry)

@@ -309,7 +309,7 @@ class DiskTier:
         finally:
             self._shelf.done(segment, page, pages, used)
         if not used:
-            return Outcome.PRESENT
+            return Outcome.PRESENT if self._namespaces.is_current(namespace) else Outcome.STALE
         self._ledger.put(size)
         return Outcome.STORED
 

@@ -36,6 +36,12 @@ class Entry(NamedTuple):
         """The page after the record."""
         return self.page + 1 + -(-self.stored_bytes // PAGE)
 
+    def supersedes(self, old: bytes | memoryview) -> bool:
+        """Whether this may be listed in place of an entry's bytes: not when those are of the same epoch, nor of a later
+        one, which is so when a flush and a new write have overtaken the write that is published here."""
+        (stamp,) = STAMP.unpack(old[STAMP_AT])
+        return bool(stamp < self.stamp or stamp >> 32 != self.stamp >> 32)
+
 
 Place = tuple[bytes, int, int]
 """A block id with the segment and page where it was seen."""

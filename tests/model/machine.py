@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
             self.flushes.remove(flush)
             task, before, tier = flush
             task.result()
-            if tier != "host":
+            if tier == "disk":
                 self.excused |= {id for m in MODELS if m.id == before.id for id in m.ids}
             now = self.world.tiers.namespaces.get(before.id)
             assert now is not None and (tier is not None or now.epoch > before.epoch)
@@ -244,7 +244,7 @@ class Machine(RuleBasedStateMachine):
         """Blocks that are being deleted or flushed, or that the test spoiled."""
         leaving: list[Iterable[bytes]] = [ids for _, ids, _ in self.deletions]
         for _, namespace, tier in self.flushes:
-            if tier != "host":
+            if tier == "disk":
                 leaving += [each.ids for each in MODELS if each.id == namespace.id]
         return self.excused.union(self.books.forgotten, self.books.spoiled, *leaving)
 
