@@ -83,6 +83,16 @@ def status(
 
 
 @app.command()
+def health(
+    ready: Annotated[bool, typer.Option("--ready", help="Ask whether it serves, not only whether it lives.")] = False,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Ask a daemon how it is, say nothing if it is well; exit status 1 if not. For the probes of containers."""
+    _door(config, settings).exchange("GET", "/readyz" if ready else "/healthz")
+
+
+@app.command()
 def lookup(
     tokens: Tokens, namespace: Name, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
 ) -> None:

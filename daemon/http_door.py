@@ -255,7 +255,7 @@ class HttpDoor:
             ),
             Route("GET", "/metrics", self._metrics_text, "Metrics in Prometheus' format", {200: "text/plain"}),
             Route("GET", "/healthz", self._healthz, "Whether the daemon answers", {200: Alive}, open=True),
-            Route("GET", "/readyz", self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}),
+            Route("GET", "/readyz", self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}, open=True),
             Route("GET", "/openapi.json", self._openapi_json, "This document", {200: dict}),
             Route("GET", "/", self._root, "Where to look", {200: "text/plain"}),
         ]

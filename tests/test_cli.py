@@ -129,6 +129,19 @@ def test_status_is_a_table_that_a_person_can_read(server: Server, shm_dir: Path)
     assert "vllm-7 4711 1 h 2 min tiny-llama all 7 1 0" in lines
 
 
+@pytest.mark.fault(56)
+def test_health_asks_the_probes_routes_and_says_nothing_while_all_is_well(server: Server, shm_dir: Path) -> None:
+    server.answers["GET /healthz"] = (200, {"alive": True})
+    for arguments, route in ((("health",), "/healthz"), (("health", "--ready"), "/readyz")):
+        done = terracekv(*arguments, at=shm_dir)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert server.asked[-1] == (f"GET {route}", None)
+    server.answers["GET /readyz"] = (503, {"ready": False, "reasons": ["self-test: is running"]})
+    done = terracekv("health", "--ready", at=shm_dir)
+    assert done.returncode == 1 and "self-test: is running" in done.stderr
+    assert terracekv("health", at=shm_dir).returncode == 0
+
+
 def test_status_as_json_is_the_daemons_own(server: Server, shm_dir: Path) -> None:
     server.answers["GET /v1/status"] = (200, STATUS)
     assert json.loads(terracekv("status", "--json", at=shm_dir).stdout) == STATUS
@@ -176,7 +189,8 @@ def test_an_error_of_the_daemon_is_one_line_and_its_hint(server: Server, shm_dir
 
 
 @pytest.mark.parametrize(
-    "arguments", [("status",), ("lookup", "-", "-n", "m"), ("flush", "-n", "m"), ("status", "--wait", "0.1")]
+    "arguments",
+    [("status",), ("health",), ("lookup", "-", "-n", "m"), ("flush", "-n", "m"), ("status", "--wait", "0.1")],
 )
 def test_without_a_daemon_one_line_says_so_and_how_to_start_one(shm_dir: Path, arguments: tuple[str, ...]) -> None:
     done = terracekv(*arguments, at=shm_dir, stdin="[1]")
@@ -219,7 +233,9 @@ def test_config_prints_every_setting_with_its_source(shm_dir: Path) -> None:
 def test_version_and_help_need_nothing(shm_dir: Path) -> None:
     assert terracekv("--version", at=shm_dir).stdout.startswith("terracekv ")
     page = terracekv("--help", at=shm_dir).stdout
-    assert all(verb in page for verb in ("serve", "status", "lookup", "flush", "pin", "unpin", "doctor", "config"))
+    assert all(
+        verb in page for verb in ("serve", "status", "health", "lookup", "flush", "pin", "unpin", "doctor", "config")
+    )
 
 
 @pytest.mark.fault(95)
