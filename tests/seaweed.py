@@ -34,7 +34,7 @@ class Seaweed:
     def __init__(self, folder: Path, bucket: str) -> None:
         self._folder = folder
         self._bucket = bucket
-        self._ports = _free_ports()
+        self._ports = free_ports()
         self.endpoint = f"http://127.0.0.1:{self._ports['s3.port']}"
         self.credentials = folder / "credentials"
         self.credentials.write_text(
@@ -110,7 +110,8 @@ def seaweed(folder: Path, bucket: str = "blocks") -> Iterator[Seaweed]:
         server.kill()
 
 
-def _free_ports() -> dict[str, int]:
+def free_ports() -> dict[str, int]:
+    """A port for each part of the server, by the name of its flag."""
     with ExitStack() as stack:
         ports = {}
         for name in PORTS:
