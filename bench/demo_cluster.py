@@ -94,7 +94,7 @@ def persisted(door: Door) -> int:
     while True:
         status: dict[str, Any] = door.ask("GET", "/v1/status")
         s3, host = status["tiers"]["s3"], status["tiers"]["host"]
-        if status["queue"]["bytes"] == 0 and s3["counters"]["puts"] >= host["blocks"] > 0:
+        if s3["in_flight_bytes"] == 0 and s3["counters"]["puts"] >= host["blocks"] > 0:
             return int(s3["counters"]["put_bytes"])
         if time.monotonic() > until:
             raise TimeoutError(f"blocks are not in the bucket after {PERSIST_S} s: {status['tiers']}")

@@ -1,4 +1,4 @@
-"""The compose file's own commands, run without a container engine: a bucket, a node, and a second node that shares it."""
+"""The compose file's own commands, run without Docker: a bucket, a node, and a second node that shares the bucket."""
 
 import json
 import shutil
