@@ -22,6 +22,7 @@ from terracekv.tests.containers import (
     Container,
     Image,
     compose,
+    env_file,
     free_port,
     kubernetes,
     make_secrets,
@@ -193,6 +194,16 @@ def test_the_image_has_the_daemon_and_the_s3_tier_and_no_torch() -> None:
     assert not wanted & {"torch", "transformers", "accelerate"}
 
 
+def test_the_secrets_that_the_pod_takes_are_those_that_the_page_makes() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text()
+    made = dict(re.findall(r"kubectl create secret generic (\S+) (.+)", page))
+    (taken,) = [source["secretRef"]["name"] for source in sidecar()["envFrom"]]
+    assert made[taken] == "--from-env-file=secrets/s3.env"
+    (volume,) = [volume["secret"] for volume in pod()["volumes"] if "secret" in volume]
+    assert made[volume["secretName"]] == "--from-file=secrets/token --from-file=secrets/cluster"
+    assert set(made) == {taken, volume["secretName"]}
+
+
 @pytest.mark.fault(56)
 def test_every_health_check_is_a_command_that_its_image_has() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -205,16 +216,17 @@ def test_every_health_check_is_a_command_that_its_image_has() -> None:
 
 @pytest.mark.fault(56)
 def test_the_pods_command_runs_and_answers_its_probes_while_there_is_no_bucket(shm_dir: Path, tmp_path: Path) -> None:
-    port = free_port()
+    port, secrets = free_port(), make_secrets(tmp_path)
     here = {
         "/cache": str(shm_dir),
         "/var/lib/terracekv": str(tmp_path / "state"),
         "/etc/terracekv": str(tmp_path),
-        "/run/secrets/terracekv": str(make_secrets(tmp_path)),
+        "/run/secrets/terracekv": str(secrets),
         "0.0.0.0:7411": f"127.0.0.1:{port}",
         "http://seaweedfs-s3:8333": "http://127.0.0.1:1",
     }
-    with Container(tmp_path / "home", Image().environment | SMALL, here) as container:
+    keys = env_file(secrets / "s3.env")
+    with Container(tmp_path / "home", Image().environment | keys | SMALL, here) as container:
         text = kubernetes()["ConfigMap"]["data"]["terracekv.toml"]
         (tmp_path / "terracekv.toml").write_text(container.map(text))
         container.start([*Image().entrypoint, *sidecar()["args"]])
