@@ -13,23 +13,30 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from terracekv.daemon.config import Config, load_config, resolve, summary, survey
+from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.store import Store
 from terracekv.tiers import failpoint
-from terracekv.tiers.errors import TerraceError
+from terracekv.tiers.errors import ConfigError, TerraceError
+
+if TYPE_CHECKING:
+    from terracekv.tiers.s3 import S3Tier
 
 log = logging.getLogger("terracekv.daemon")
 
 SWITCH_S = 1e-4
 """How long a thread may hold the interpreter while another waits: a lookup should not wait for a worker."""
 HOUSEKEEPING_S = 1.0
+PROBE_S = 1.0
+"""The doors open after so long even if the bucket has not answered yet."""
 
 
 def run(config: Config) -> int:
@@ -66,8 +73,20 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     background = [threading.Thread(target=tiers.arena.prepare, name="arena-prepare", daemon=True)]
     if tiers.disk is not None and tiers.disk.rebuilding:
         background.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
+    movers = [mover]
+    far = None
+    if tiers.s3 is not None:
+        assert config.s3.queue is not None
+        movers.append(Mover(threads=config.s3.threads + 1, queue_bytes=config.s3.queue))
+        rate = config.s3.prefill_tokens_per_s
+        far = Distant(tiers.s3, movers[1], admission=config.s3.admission, prefill_tokens_per_s=rate)
     store = Store(
-        namespaces=tiers.namespaces, host=tiers.host, disk=tiers.disk, mover=mover, admission=config.disk.admission
+        namespaces=tiers.namespaces,
+        host=tiers.host,
+        disk=tiers.disk,
+        mover=mover,
+        admission=config.disk.admission,
+        far=far,
     )
     engine = EngineDoor(
         config.daemon.runtime_dir / "engine.sock",
@@ -77,11 +96,16 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         secret=tiers.secret,
     )
     http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started)
+    probing = None
     try:
+        if tiers.s3 is not None:
+            probing = await _probe(tiers.s3, movers[1], stop)
         await engine.listen()
         await http.listen()
     except BaseException:
-        mover.close()
+        await _end_distant(tiers, store)
+        for each in movers:
+            each.close()
         raise
     for thread in background:
         thread.start()
@@ -94,16 +118,56 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     until = loop.time() + config.daemon.drain_s
     await asyncio.gather(engine.close(config.daemon.drain_s), http.close(config.daemon.drain_s))
     try:
-        await asyncio.wait_for(mover.drain(), max(0.1, until - loop.time()))
+        await asyncio.wait_for(asyncio.gather(*(each.drain() for each in movers)), max(0.1, until - loop.time()))
     except TimeoutError:
-        log.warning("%d bytes of write-through were not written in time", mover.queue_bytes)
+        log.warning("%d bytes of write-through were not written in time", sum(each.queue_bytes for each in movers))
     keeper.cancel()
     tiers.arena.stop()
-    mover.close()
+    await store.forgetting.close()
+    await _end_distant(tiers, store)
+    for each in movers:
+        each.close()
     for thread in background:
         thread.join(1.0)
     log.info("stopped; the arena stays warm in %s", config.daemon.runtime_dir)
-    return 0
+    return _verdict(probing)
+
+
+async def _probe(tier: "S3Tier", mover: Mover, stop: asyncio.Event) -> "asyncio.Future[ConfigError | bool]":
+    """Try the bucket out. ConfigError at once when it can never be used so; a slow server is not waited for, and when
+    that turns out to be unusable later on, the daemon stops."""
+
+    def work() -> ConfigError | bool:
+        try:
+            return tier.probe()
+        except ConfigError as error:
+            return error
+
+    def came(done: "asyncio.Future[ConfigError | bool]") -> None:
+        if not done.cancelled() and done.exception() is None and isinstance(done.result(), ConfigError):
+            log.error("the bucket cannot be used: %s", done.result())
+            stop.set()
+
+    probing = mover.load(work)
+    await asyncio.wait([probing], timeout=PROBE_S)
+    if probing.done() and probing.exception() is None and isinstance(error := probing.result(), ConfigError):
+        raise error
+    probing.add_done_callback(came)
+    return probing
+
+
+def _verdict(probing: "asyncio.Future[ConfigError | bool] | None") -> int:
+    """The exit status of a daemon that was told to stop, or stopped because its bucket turned out to be unusable."""
+    if probing is None or not probing.done() or probing.cancelled() or probing.exception() is not None:
+        return 0
+    return int(isinstance(probing.result(), ConfigError))
+
+
+async def _end_distant(tiers: Tiers, store: Store) -> None:
+    """Closing the tier makes what its workers still have to do end soon."""
+    if tiers.s3 is not None and store.far is not None:
+        await store.mover.load(tiers.s3.close)
+        store.far.close()
 
 
 async def _keep_house(store: Store) -> None:
@@ -111,8 +175,7 @@ async def _keep_house(store: Store) -> None:
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
         try:
-            store.pins.expire()
-            store.host.reap()
+            await store.keep_house()
         except Exception:
             log.exception("housekeeping failed")
 

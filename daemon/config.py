@@ -1,7 +1,8 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
 Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
-command line each call it once, before any thread starts. Imports msgspec, ``tiers.budget``, ``errors`` and ``tier``.
+command line each call it once, before any thread starts. Imports msgspec, ``config_s3``, ``tiers.budget``, ``errors``
+and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -20,14 +21,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
+from terracekv.daemon.config_s3 import S3, Count, SizeOrAuto, settings_of
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
 from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.tier import PAGE
 
 Size = Annotated[int, Meta(ge=0, description="bytes")]
-SizeOrAuto = Annotated[int | None, Meta(description="bytes, None for auto")]
-Count = Annotated[int, Meta(ge=1, le=256)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 PREFIX = "TERRACEKV_"
@@ -81,6 +81,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     daemon: Daemon = Daemon()
     host: Host = Host()
     disk: Disk = Disk()
+    s3: S3 = S3()
     failpoints: str = ""
     sources: dict[str, str] = {}
 
@@ -93,7 +94,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.disk.path)
 
 
-SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk}
+SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk, "s3": S3}
 TYPES: dict[str, Any] = {
     f"{section}.{field.name}": field.type
     for section, struct in SECTIONS.items()
@@ -138,8 +139,9 @@ def load_config(
         values["disk.path"] = _absolute(values["disk.path"], home)
     else:
         values["disk.path"] = str(values["daemon.state_dir"] / "disk")
-    if values.get("daemon.token_file"):
-        values["daemon.token_file"] = _absolute(values["daemon.token_file"], home)
+    for key in ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle"):
+        if values.get(key):
+            values[key] = _absolute(values[key], home)
     built = {
         section: struct(**{name: values[f"{section}.{name}"] for name in _names(section, values)})
         for section, struct in SECTIONS.items()
@@ -178,6 +180,10 @@ def resolve(config: Config, room: Budget) -> Config:
     if queue is None:
         queue = host_size // 4
         sources["daemon.queue"] = "auto: a quarter of host.size"
+    s3_queue = config.s3.queue
+    if s3_queue is None:
+        s3_queue = host_size // 8
+        sources["s3.queue"] = "auto: an eighth of host.size"
     if not config.disk.enabled:
         disk_size = 0
     elif disk_size is None:
@@ -192,6 +198,7 @@ def resolve(config: Config, room: Budget) -> Config:
         daemon=replace(config.daemon, queue=queue),
         host=replace(config.host, size=host_size, slab=slab),
         disk=replace(config.disk, size=disk_size),
+        s3=replace(config.s3, queue=s3_queue),
         sources=sources,
     )
 
@@ -233,6 +240,8 @@ def summary(config: Config, room: Budget) -> str:
     )
     if config.disk.enabled:
         line += f"; disk: disk.size {show(disk)} of {show(room.disk_free)} at {room.disk.path}"
+    if config.s3.enabled:
+        line += f"; s3: bucket {config.s3.bucket} at {config.s3.endpoint or 'AWS'}"
     return line
 
 
@@ -346,6 +355,10 @@ def _check(config: Config) -> None:
         raise ConfigError(f"disk.segment is {config.disk.segment} bytes", f"set a positive multiple of {PAGE}")
     if config.disk.enabled and config.disk.size is not None:
         _check_disk(config.disk.size, config.disk.segment)
+    if config.s3.queue == 0:
+        raise ConfigError("s3.queue cannot be 0", "set a size, or leave it auto")
+    if config.s3.enabled:
+        settings_of(config.s3)
 
 
 def _check_disk(size: int, segment: int) -> None:

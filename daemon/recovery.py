@@ -1,6 +1,6 @@
 """Opening what an earlier daemon left, in an order in which each step stands on the one before.
 
-Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config`` and ``sessions``.
+Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, ``config_s3`` and ``sessions``.
 """
 
 import fcntl
@@ -8,15 +8,20 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from terracekv.daemon.config import Config
+from terracekv.daemon.config_s3 import settings_of
 from terracekv.daemon.sessions import read_secret
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.errors import InUse
+from terracekv.tiers.errors import ConfigError, InUse
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.slots import SlotTable, table_fits
+
+if TYPE_CHECKING:
+    from terracekv.tiers.s3 import S3Tier
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +37,12 @@ class Tiers:
     host: HostTier
     disk: DiskTier | None
     secret: bytes
+    s3: "S3Tier | None" = None
 
     def close(self) -> None:
         """Leave all of it adoptable."""
+        if self.s3 is not None:
+            self.s3.close()
         if self.disk is not None:
             self.disk.close()
         self.host.close()
@@ -100,7 +108,19 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
                 namespaces=namespaces,
                 free_floor_bytes=config.disk.free_floor,
             )
-        return Tiers(state_lock, namespaces, arena, table, host, disk, secret)
+        s3 = _open_s3(config, namespaces) if config.s3.enabled else None
+        return Tiers(state_lock, namespaces, arena, table, host, disk, secret, s3)
     except BaseException:
         arena.close()
         raise
+
+
+def _open_s3(config: Config, namespaces: Namespaces) -> "S3Tier":
+    """Its libraries take as much memory as the rest of the daemon: they are loaded where they are used."""
+    try:
+        from terracekv.tiers.s3 import S3Tier
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            f"s3.enabled is true and {missing.name} is not installed", 'pip install "terracekv[s3]"'
+        ) from None
+    return S3Tier(settings_of(config.s3), namespaces=namespaces)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.checksum import checksum
-from terracekv.tiers.eviction import Space, TailFirst, oldest_of
+from terracekv.tiers.eviction import Space, TailFirst, next_of, oldest_of
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
 from terracekv.tiers.tier import Counters, Outcome, TierStatus
@@ -103,8 +103,7 @@ class HostTier:
             self._tick += 1
             space.order.touch(ids, self._tick)
             self._table.offer(self._arena.slabs_ready)
-            absent = sum(id not in space.order for id in ids)
-            if absent:
+            if absent := sum(id not in space.order for id in ids):
                 self._make_room(space, absent, set(ids))
             result: list[Slot | Outcome] = []
             for id in ids:
@@ -146,10 +145,14 @@ class HostTier:
     def touch(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
         """A chain was used as a whole: its tail goes before its head."""
         with self._lock:
-            space = self._spaces.get(namespace.stamp)
-            if space is not None:
+            if (space := self._spaces.get(namespace.stamp)) is not None:
                 self._tick += 1
                 space.order.touch(chain, self._tick)
+
+    def next_out(self, count: int) -> list[tuple[Namespace, bytes]]:
+        """The next ``count`` blocks to go when room is needed, the very next first."""
+        with self._lock:
+            return next_of(self._spaces.values(), count)
 
     def abort(self, slots: Sequence[Slot]) -> None:
         """Give back slots whose writer has certainly stopped writing."""
@@ -162,8 +165,7 @@ class HostTier:
         """The session is over but its process may still be writing: ``reap`` frees the slots when it cannot."""
         with self._lock:
             for slot in slots:
-                session = self._writing.get(slot.record)
-                if session is not None:
+                if (session := self._writing.get(slot.record)) is not None:
                     self._orphans.setdefault(session, []).append(slot.record)
 
     def reap(self) -> int:
@@ -176,17 +178,17 @@ class HostTier:
                         self._table.free(record)
             return sum(map(len, self._orphans.values()))
 
-    def acquire(self, namespace: Namespace, ids: Sequence[bytes]) -> list[Slot | None]:
+    def acquire(self, namespace: Namespace, ids: Sequence[bytes], *, touch: bool = True) -> list[Slot | None]:
         """One more lease on each block that is here; None for those that are not. Ends with ``release``.
 
-        A slot of ``unverified`` must pass ``verify`` before its bytes are believed.
+        A slot of ``unverified`` must pass ``verify`` before its bytes are believed. ``touch``: it counts as a use.
         """
         with self._lock:
-            space = self._spaces.get(namespace.stamp)
-            if space is None:
+            if (space := self._spaces.get(namespace.stamp)) is None:
                 return [None] * len(ids)
-            self._tick += 1
-            space.order.touch(ids, self._tick)
+            if touch:
+                self._tick += 1
+                space.order.touch(ids, self._tick)
             slots: list[Slot | None] = []
             for id in ids:
                 place = space.order.get(id)
@@ -336,8 +338,7 @@ class HostTier:
             self._arena.close()
 
     def _space(self, namespace: Namespace, block_bytes: int) -> Space:
-        space = self._spaces.get(namespace.stamp)
-        if space is None:
+        if (space := self._spaces.get(namespace.stamp)) is None:
             space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
         return space
 

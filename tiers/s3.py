@@ -1,9 +1,9 @@
 """The s3 tier: blocks as objects of a bucket that all nodes of a cluster share. The object store is the cluster.
 
 Owns the bucket's client and the thread that tries again while the bucket is down. Called by the daemon's worker
-threads; ``leading`` and ``status`` also on its event loop, as they never touch the network. Imports ``breaker``,
-``bucket``, ``caller``, ``chooser``, ``codec``, ``epochs``, ``errors``, ``ledger``, ``namespace``, ``presence``,
-``s3_errors``, ``s3_record``, ``s3_settings``, ``scout``, ``scratch`` and ``tier``.
+threads; ``leading``, ``knows`` and ``status`` also on its event loop, as they never touch the network. Imports
+``breaker``, ``bucket``, ``caller``, ``chooser``, ``codec``, ``epochs``, ``errors``, ``ledger``, ``namespace``,
+``presence``, ``s3_errors``, ``s3_record``, ``s3_settings``, ``scout``, ``scratch`` and ``tier``.
 
 Objects are named by content and never change, so nodes need no coordination. An answer about presence is a hint: an
 object may be stored, age out or rot at any time, and only a get tells. Within one node puts and deletes of a block
@@ -83,6 +83,10 @@ class S3Tier:
         if self.breaker.state is not State.CLOSED:
             return 0
         return self._scout.presence.leading(namespace.stamp, ids)
+
+    def knows(self, namespace: Namespace, id: bytes) -> bool | None:
+        """Whether a block is here as far as is remembered; None: nobody has asked lately."""
+        return self._scout.presence.get(namespace.stamp, id)
 
     def leading_remote(self, namespace: Namespace, ids: Sequence[bytes], deadline: float) -> int:
         """As ``leading``, asking the bucket for what is not known, until ``deadline`` (of ``time.monotonic``).
