@@ -156,6 +156,11 @@ class Distant(Lower):
         """Reads that wait for the window."""
         return len(self._waiting)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it is under way."""
+        return not (self._questions or self._waiting or self._reading or self.mover.queue_bytes)
+
     def close(self) -> None:
         """End the threads; questions that nobody has begun to ask are dropped. The tier is closed before."""
         self._closed = True
