@@ -1,4 +1,4 @@
-"""A daemon's store with a bucket below it: what one node stored another loads, and nothing above waits for the bucket."""
+"""A daemon's store over a bucket: what one node stored another loads, and nothing above waits for the bucket."""
 
 import asyncio
 import time
@@ -35,7 +35,11 @@ class Cluster:
         self._folder = folder
 
     def settings(self, **more: Any) -> S3Settings:
-        usual = {"bucket": BUCKET, "endpoint": self.stub.endpoint, "credentials_file": str(self.stub.credentials)}
+        usual: dict[str, Any] = {
+            "bucket": BUCKET,
+            "endpoint": self.stub.endpoint,
+            "credentials_file": str(self.stub.credentials),
+        }
         usual |= {"read_timeout_s": 0.3, "connect_timeout_s": 0.3, "timeout_s": 2.0, "workers": 4, "codec": "off"}
         return S3Settings(**(usual | more))
 
@@ -287,6 +291,32 @@ def test_a_flush_while_the_bucket_is_down_holds_here_and_is_told_later(cluster: 
     cluster.run(story)
 
 
+@pytest.mark.fault(15)
+def test_a_node_that_has_all_it_needs_in_host_hears_of_a_flush_too(cluster: Cluster) -> None:
+    async def story(c: Cluster) -> None:
+        async with c.node("a") as a, c.node("b", is_epoch_ttl_s=0.0) as b:
+            await a.put(*CHAIN)
+            await a.idle()
+            await b.store.find(b.namespace, KEYS, 5.0)
+            await loaded(b, *CHAIN)
+            await a.store.flush(a.namespace)
+            assert b.store.lookup(b.namespace, KEYS).per_tier["host"] == 8, "nobody has told it"
+            await b.store.keep_house()
+            await b.idle()
+            await b.store.keep_house()
+            assert b.namespace.epoch == 1 and b.store.lookup(b.namespace, KEYS).blocks == 0
+            assert b.host.status().used_bytes == 0
+            asked = c.stub.asked.total()
+            await b.idle()
+            await b.store.keep_house()
+            await b.idle()
+            await b.store.keep_house()
+            await b.idle()
+            assert c.stub.asked.total() <= asked + 2, "who does not use a namespace does not ask about it"
+
+    cluster.run(story)
+
+
 def test_on_evict_writes_what_is_next_to_go_and_nothing_else(cluster: Cluster) -> None:
     async def story(c: Cluster) -> None:
         async with c.node("a", slabs=2, s3_admission="on_evict") as a:
@@ -296,14 +326,14 @@ def test_on_evict_writes_what_is_next_to_go_and_nothing_else(cluster: Cluster) -
             await a.idle()
             assert c.stub.blocks() == [], "there is room yet"
             await a.put(*range(room // 2, room))
+            order = a.host.next_out(room)
             await a.store.keep_house()
             await a.idle()
             assert len(c.stub.blocks()) == room
-            order = a.host.next_out(1)[0][1]
             await a.store.keep_house()
             await a.idle()
             assert a.far.flow.written == room, "once is enough"
-            assert a.host.next_out(1)[0][1] == order, "being written is not being used"
+            assert a.host.next_out(room) == order, "being written is not being used"
             await a.put(*range(100, 100 + room))
             assert a.store.stats.evicted_before_persist == 0
             assert (await a.store.find(a.namespace, [key(0)], 5.0)).per_tier["s3"] == 1
