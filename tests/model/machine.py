@@ -204,13 +204,14 @@ class Machine(RuleBasedStateMachine):
         self.world.media.asleep = True
         world, books = self.world, self.books
         seen = look(world)
+        books.may_tear |= "flipped read" in world.media.fired
         check_bytes(world, books, seen)
         check_lookups(world, seen)
         self.check_nothing_left_unsaid(seen)
         self.check_leases()
         self.check_writers(seen)
         self.check_sums(seen)
-        self.world.media.asleep = False
+        self.world.media.asleep = books.may_tear = False
         self.new_step()
 
     def check_nothing_left_unsaid(self, seen: Seen) -> None:
