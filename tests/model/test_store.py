@@ -309,6 +309,7 @@ def size_of(id: bytes) -> int:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.fault(1)
 @pytest.mark.fault(11)
 @pytest.mark.fault(42)
 def test_the_store_keeps_its_promises_whatever_happens(
