@@ -6,16 +6,20 @@ the same run. Run: ``python -m terracekv.bench.lookup``.
 
 import argparse
 import random
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 from terracekv.bench.figures import median, percentile, report
-from terracekv.bench.served import BLOCK_TOKENS, Served, served
+from terracekv.bench.served import BLOCK_TOKENS, Served, client_of, served
 from terracekv.connector.client import Client
 
 BLOCK = 16 << 10
 BUSY_BLOCK = 2 << 20
 LOADERS = 8
+BUSY_BLOCKS = 512
 
 
 def nothing(index: int, payload: memoryview) -> None:
@@ -48,42 +52,59 @@ def tell(name: str, hashing: list[float], asking: list[float]) -> tuple[float, f
 
 
 class Busy:
-    """Engines that keep ``LOADERS`` I/O jobs going: chains larger than host, loaded from disk again and again."""
+    """Engines in a process of their own that keep ``LOADERS`` I/O jobs going: chains that together are larger than
+    host, loaded from disk again and again."""
 
-    def __init__(self, daemon: Served, count: int, host_blocks: int) -> None:
-        self._stop = threading.Event()
-        self.loads = 0
-        self._clients = [daemon.client(BUSY_BLOCK) for _ in range(count)]
-        chains = [[random.randrange(1 << 16) for _ in range(16 * BLOCK_TOKENS)] for _ in range(host_blocks // 8)]
-        self._chains = [self._clients[0].keys(chain) for chain in chains]
-        for chain in self._chains:
-            stored = self._clients[0].store(chain, nothing, durable=True)
-            assert stored.durable + stored.present == len(chain), stored
-        self._threads = [threading.Thread(target=self._load, args=(client,)) for client in self._clients]
+    def __init__(self, daemon: Served) -> None:
+        command = [sys.executable, "-m", "terracekv.bench.lookup", "--load", str(daemon.socket)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "loading\n"
+        self._started = time.perf_counter()
 
-    def __enter__(self) -> "Busy":
-        for thread in self._threads:
-            thread.start()
-        time.sleep(0.5)
-        return self
+    def end(self) -> float:
+        """Stop; bytes loaded in a second."""
+        passed = time.perf_counter() - self._started
+        answer, _ = self._process.communicate("\n")
+        return int(answer) * BUSY_BLOCK / passed
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        for client in self._clients:
-            client.close()
 
-    def _load(self, client: Client) -> None:
-        client.strict = False
-        while not self._stop.is_set():
-            self.loads += client.load(random.choice(self._chains), nothing).blocks
+def load(path: Path) -> None:
+    """The busy engines: until a line comes in, then print the blocks loaded."""
+    clients = [client_of(path, BUSY_BLOCK, strict=False) for _ in range(LOADERS)]
+    chains = [
+        clients[0].keys([random.randrange(1 << 16) for _ in range(16 * BLOCK_TOKENS)]) for _ in range(BUSY_BLOCKS // 16)
+    ]
+    for chain in chains:
+        stored = clients[0].store(chain, nothing, durable=True)
+        assert stored.durable + stored.present == len(chain), stored
+    stop, loads = threading.Event(), [0] * LOADERS
+
+    def loader(number: int) -> None:
+        while not stop.is_set():
+            loads[number] += clients[number].load(random.choice(chains), nothing).blocks
+
+    threads = [threading.Thread(target=loader, args=(number,)) for number in range(LOADERS)]
+    for thread in threads:
+        thread.start()
+    print("loading", flush=True)
+    sys.stdin.readline()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    print(sum(loads))
+    for client in clients:
+        client.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.load:
+        load(arguments.load)
+        return
     with served(
         host__size="512MiB", host__slab="16MiB", disk__size="4GiB", disk__segment="64MiB", daemon__io_threads="8"
     ) as daemon:
@@ -98,17 +119,16 @@ def main() -> None:
             idle[size] = tell(f"lookup_{size}k", *lookups(client, tokens, arguments.rounds, blocks))
         absent = client.keys([random.randrange(1 << 16) for _ in range(32 << 10)])
         assert client.lookup(absent).blocks == 0
-        with Busy(daemon, LOADERS, 256) as busy:
-            before, started = busy.loads, time.perf_counter()
+        busy = Busy(daemon)
+        hashing: list[float] = []
+        asking: list[float] = []
+        for _ in range(arguments.rounds // 20):
             # Touched now and then as an engine would, or the load below would evict what is asked for.
-            hashing: list[float] = []
-            asking: list[float] = []
-            for _ in range(arguments.rounds // 20):
-                client.load(client.keys(prompts[32]), nothing)
-                more = lookups(client, prompts[32], 20, 128)
-                hashing += more[0]
-                asking += more[1]
-            rate = (busy.loads - before) * BUSY_BLOCK / (time.perf_counter() - started) / 1e9
+            client.load(client.keys(prompts[32]), nothing)
+            more = lookups(client, prompts[32], 20, 128)
+            hashing += more[0]
+            asking += more[1]
+        rate = busy.end() / 1e9
         name = f"lookup_32k_busy_{LOADERS}"
         report(f"{name}_load", rate, "GB/s")
         p50, p99 = tell(name, hashing, asking)

@@ -5,13 +5,13 @@ Used by the scripts of this folder. Imports the client and the protocol.
 
 import contextlib
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from terracekv.connector.client import Client
 from terracekv.daemon.protocol import LayerGroup, Layout, dense_strides
@@ -24,7 +24,7 @@ class Served:
 
     def __init__(self, settings: dict[str, str]) -> None:
         self.runtime = Path(tempfile.mkdtemp(prefix="terracekv-bench-", dir="/dev/shm"))
-        self.state = Path(tempfile.mkdtemp(prefix="terracekv-bench-", dir=settings.pop("on", None)))
+        self.state = Path(tempfile.mkdtemp(prefix="terracekv-bench-"))
         self.settings = {
             "daemon.runtime_dir": str(self.runtime),
             "daemon.state_dir": str(self.state),
@@ -47,8 +47,6 @@ class Served:
         while True:
             assert self.process.poll() is None, "the daemon did not start"
             with contextlib.suppress(OSError):
-                import socket
-
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.connect(str(self.socket))
                 return time.perf_counter() - started
@@ -61,6 +59,7 @@ class Served:
             self.process.wait()
             self.process = None
 
+<<<<<<< HEAD
     def wipe(self) -> None:
         """Lose all that the node had, in memory and on disk, as a machine that takes its place has nothing."""
         assert self.process is None
@@ -86,6 +85,11 @@ class Served:
             "load_deadline_ms": 120_000,
         }
         return Client(self.socket, **(settings | more))
+=======
+    def client(self, block_bytes: int) -> Client:
+        """See ``client_of``."""
+        return client_of(self.socket, block_bytes)
+>>>>>>> s3
 
     def rss_anon(self) -> int:
         """Bytes of memory that only the daemon has."""
@@ -94,6 +98,25 @@ class Served:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
         raise AssertionError("no RssAnon")
+
+
+def client_of(path: Path, block_bytes: int, *, strict: bool = True) -> Client:
+    """A session whose blocks have this many bytes and 256 tokens."""
+    shape = (1, BLOCK_TOKENS, block_bytes // (BLOCK_TOKENS * 2 * 2))
+    layout = Layout("HND", "split", 2, (LayerGroup(1, shape, dense_strides(shape, 2)),))
+    assert layout.block_bytes == block_bytes
+    return Client(
+        path,
+        model=f"bench-{block_bytes}",
+        revision="",
+        dtype="bfloat16",
+        block_tokens=BLOCK_TOKENS,
+        layout=layout,
+        strict=strict,
+        lookup_budget_ms=1000,
+        store_deadline_ms=120_000,
+        load_deadline_ms=120_000,
+    )
 
 
 @contextlib.contextmanager

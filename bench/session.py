@@ -57,12 +57,14 @@ def bench(daemon: Served, block_bytes: int, blocks: int, rounds: int) -> None:
     warming = ARENA_BYTES // (blocks * block_bytes) + 1  # once around the arena: every page mapped, every slot used
     for round in range(-warming, rounds):
         keys = client.keys([random.randrange(1 << 16) for _ in range(blocks * BLOCK_TOKENS)])
-        figures = {
-            "store": seconds(lambda: check(client.store(keys, gather).stored, blocks)),  # noqa: B023
-            "store_copy": seconds(copy_in),
-            "load": seconds(lambda: check(client.load(keys, scatter).blocks, blocks)),  # noqa: B023
-            "load_copy": seconds(copy_out),
+        work = {
+            "store": lambda: check(client.store(keys, gather).stored, blocks),  # noqa: B023
+            "store_copy": copy_in,
+            "load": lambda: check(client.load(keys, scatter).blocks, blocks),  # noqa: B023
+            "load_copy": copy_out,
         }
+        order = list(work) if round % 2 else ["store_copy", "store", "load_copy", "load"]  # neither always comes first
+        figures = {name: seconds(work[name]) for name in order}
         assert (target == source).all()
         if round >= 0:
             for name, value in figures.items():

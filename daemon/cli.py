@@ -28,6 +28,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+bucket_commands = typer.Typer(help="Look into the bucket of the s3 tier.", no_args_is_help=True)
+app.add_typer(bucket_commands, name="s3")
+
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings file (TOML).")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting; may be repeated.")
@@ -36,6 +39,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 Name = Annotated[
     str, typer.Option("--namespace", "-n", help="Id, a unique prefix of it (8 digits), or the model's name.")
 ]
+NamespaceId = Annotated[str | None, typer.Option("--namespace", "-n", help="Id in hex; without it, all.")]
 Tokens = Annotated[str, typer.Argument(metavar="TOKENS", help="File with token ids (JSON or plain text), - for stdin.")]
 
 
@@ -175,6 +179,81 @@ def show_config(as_json: AsJson = False, config: ConfigFile = None, settings: Se
         typer.echo(f"{key:20} {_shown(key, entry['value']):{width}}  {entry['source']}")
 
 
+@bucket_commands.command("ls")
+def list_bucket(
+    namespace: NamespaceId = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
+) -> None:
+    """List the blocks."""
+    from terracekv.daemon.bucket_view import listing, opened
+
+    rows = listing(opened(_load(config, settings).s3), namespace)
+    if as_json:
+        return _print_json(list(rows))
+    for row in rows:
+        typer.echo(
+            f"{row['namespace_id'][:16]} {row['epoch']:>4} {row['key']}.{row['shard']} {show(row['bytes'])}"
+            f" {_age(row['age_s'])}"
+        )
+
+
+@bucket_commands.command("stat")
+def measure_bucket(as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None) -> None:
+    """Say what each namespace takes."""
+    from terracekv.daemon.bucket_view import opened, spaces
+
+    rows = spaces(opened(_load(config, settings).s3))
+    if as_json:
+        return _print_json(rows)
+    for row in rows:
+        typer.echo(
+            f"{row['namespace_id']} epoch {row['epoch']}{'' if row['current'] else ' (flushed)'}: "
+            f"{row['objects']:,} objects, {show(row['bytes'])}, {_age(row['newest_s'])} to {_age(row['oldest_s'])} old"
+        )
+    if not rows:
+        typer.echo("no blocks")
+
+
+@bucket_commands.command("verify")
+def verify_bucket(
+    namespace: NamespaceId = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
+) -> None:
+    """Read every block and check it. Exit status 1 if any is damaged."""
+    from terracekv.daemon.bucket_view import opened, verified
+
+    good, bad = 0, []
+    for row in verified(opened(_load(config, settings).s3), namespace):
+        if row["problem"] is None:
+            good += 1
+        else:
+            bad.append(row)
+    if as_json:
+        _print_json({"good": good, "damaged": bad})
+    else:
+        for row in bad:
+            typer.echo(f"{row['namespace_id']} {row['key']}.{row['shard']}: {row['problem']}")
+        typer.echo(f"{good:,} blocks are whole, {len(bad):,} are not")
+    raise typer.Exit(bool(bad))
+
+
+@bucket_commands.command("gc")
+def sweep_bucket(
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Delete blocks older than s3.ttl, and those of flushed namespaces."""
+    from terracekv.daemon.bucket_view import opened, swept
+
+    s3 = _load(config, settings).s3
+    done = swept(opened(s3), s3.ttl, dry)
+    if as_json:
+        return _print_json(done)
+    typer.echo(
+        f"{done['blocks']:,} blocks, {show(done['bytes'])} {'deleted' if done['deleted'] else 'would be deleted'}"
+    )
+
+
 def _load(file: Path | None, settings: list[str] | None) -> Config:
     flags = {}
     for setting in settings or []:
@@ -219,12 +298,13 @@ def _print_status(answer: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name in ("tier", "mode", "") else "right")
     for name, tier in answer["tiers"].items():
         used, capacity, counters = tier["used_bytes"], tier["capacity_bytes"], tier["counters"]
+        of = show(capacity) if capacity or name != "s3" else "shared"
         filled = round(20 * used / capacity) if capacity else 0
         bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (20 - filled), style="dim")
         counts = (tier["blocks"], tier["leased_blocks"], counters["hits"], counters["misses"])
         evicted = counters["evictions"].get("capacity", 0)
         numbers = (f"{count:,}" for count in (*counts, evicted))
-        table.add_row(name, tier["mode"], show(used), bar, show(capacity), *numbers)
+        table.add_row(name, tier["mode"], show(used), bar, of, *numbers)
     console.print()
     console.print(table)
     for name, tier in answer["tiers"].items():
@@ -288,7 +368,7 @@ def _read_tokens(source: str) -> list[int]:
 
 
 def _shown(key: str, value: Any) -> str:
-    sizes = ("host.size", "host.slab", "daemon.queue", "disk.size", "disk.segment", "disk.free_floor")
+    sizes = ("host.size", "host.slab", "daemon.queue", "disk.size", "disk.segment", "disk.free_floor", "s3.queue")
     return show(value) if key in sizes else json.dumps(value)
 
 

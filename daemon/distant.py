@@ -18,7 +18,7 @@ from terracekv.daemon.below import Lower
 from terracekv.daemon.mover import Mover
 from terracekv.tiers.breaker import State
 from terracekv.tiers.eviction import Ghosts
-from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.worth import Worth
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class Distant(Lower):
         self._written = Ghosts(WRITTEN)
         self._redated: OrderedDict[bytes, float] = OrderedDict()
         self._closed = False
+        self.used = set[bytes]()
+        """Namespaces that somebody looked up or stored in."""
         self.asked = 0
         """Questions asked; each costs the bucket a handful of HEADs."""
 
@@ -101,12 +103,19 @@ class Distant(Lower):
         if question is None:
             if len(self._questions) >= QUESTIONS_MAX:
                 return None
-            wanted, until = list(ids), time.monotonic() + QUESTION_S
-            question = self._asker.load(lambda: self.tier.leading_remote(namespace, wanted, until))
-            self._questions[first] = question
-            question.add_done_callback(lambda done: self._answered(first, done))
+            question = self._begin(first, namespace, list(ids))
             self.asked += 1
         return question
+
+    def watch(self, namespaces: Namespaces) -> None:
+        """Look whether another node flushed a namespace that was ``used`` since the last look; every second or so.
+
+        Who has all it needs in host, or remembers what the bucket has, would never hear of it."""
+        for id in list(self.used) if self.up and not self._closed else ():
+            namespace = namespaces.get(id)
+            if namespace is not None and (namespace.stamp, b"") not in self._questions:
+                self._begin((namespace.stamp, b""), namespace, [])
+        self.used.clear()
 
     def offers(self, namespace: Namespace, blocks: int, size_bytes: int) -> bool:
         """Whether loading so many blocks from here is worth it."""
@@ -156,6 +165,11 @@ class Distant(Lower):
         """Reads that wait for the window."""
         return len(self._waiting)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it is under way."""
+        return not (self._questions or self._waiting or self._reading or self.mover.queue_bytes)
+
     def close(self) -> None:
         """End the threads; questions that nobody has begun to ask are dropped. The tier is closed before."""
         self._closed = True
@@ -163,6 +177,13 @@ class Distant(Lower):
         for _, _, outer in self._waiting:
             outer.cancel()
         self._waiting.clear()
+
+    def _begin(self, first: tuple[int, bytes], namespace: Namespace, ids: list[bytes]) -> "asyncio.Future[int]":
+        until = time.monotonic() + QUESTION_S
+        question = self._asker.load(partial(self.tier.leading_remote, namespace, ids, until))
+        self._questions[first] = question
+        question.add_done_callback(partial(self._answered, first))
+        return question
 
     def _answered(self, first: tuple[int, bytes], done: "asyncio.Future[int]") -> None:
         del self._questions[first]

@@ -1,7 +1,8 @@
 """The doctor: looks at the machine and at a running daemon, and says what to change.
 
 Owns nothing; leaves nothing behind but one small namespace of its own in a daemon that it tried out. Called by
-``cli`` in its own process, never by the daemon. Imports ``config``, ``http_client``, ``protocol`` and ``tiers.budget``.
+``cli`` in its own process, never by the daemon. Imports ``config``, ``bucket_view``, ``http_client``, ``protocol`` and
+``tiers.budget``.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import platform
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -25,10 +27,12 @@ from terracekv.tiers.errors import TerraceError
 from terracekv.tiers.tier import PAGE
 
 LIBRARIES = ("aiohttp", "lmdb", "msgspec", "numpy", "prometheus-client", "uvloop", "xxhash")
-NOT_BUILT = "the gpu and s3 tiers are not in this version"
+S3_LIBRARIES = ("boto3", "zstandard")
+NOT_BUILT = "the gpu tier is not in this version"
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "glusterfs"}
 FILES_MIN = 1024
 HELLO_S = 5.0
+BUCKET_S = 5.0
 BYTES = {"Content-Type": "application/octet-stream"}
 BLOCK = protocol.Layout("ND", "latent", 2, (protocol.LayerGroup(1, (16, 128), protocol.dense_strides((16, 128), 2)),))
 """The block that is tried out: one page."""
@@ -56,6 +60,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from _shared_memory(config, room)
     if config.disk.enabled:
         yield from _disk(config, room)
+    if config.s3.enabled:
+        yield from _bucket(config)
     yield from _limits()
     door = Door(config.daemon.runtime_dir)
     try:
@@ -67,7 +73,10 @@ def examine(config: Config) -> Iterator[Finding]:
         yield Finding("daemon", "fail", refused.message, refused.hint)
         return
     yield from _running(config, room, running)
-    yield from round_trips(config.daemon.runtime_dir, door, list(running["tiers"]))
+    tiers = list(running["tiers"])
+    if running["tiers"][tiers[-1]]["mode"] in ("down", "read-only"):
+        tiers = tiers[:1]  # nothing can be made durable now
+    yield from round_trips(config.daemon.runtime_dir, door, tiers)
 
 
 def _versions() -> Iterator[Finding]:
@@ -139,6 +148,32 @@ def _disk(config: Config, room: Budget) -> Iterator[Finding]:
         yield Finding("direct I/O", "warn", f"{trouble}: blocks go through the page cache", "ext4 and xfs can do it")
 
 
+def _bucket(config: Config) -> Iterator[Finding]:
+    """Ask the bucket something, with the settings of the daemon and the credentials that this command finds."""
+    missing = [name for name in S3_LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        yield Finding("s3", "fail", f"missing: {', '.join(missing)}", 'pip install "terracekv[s3]"')
+        return
+    from terracekv.daemon.bucket_view import opened
+
+    place = f"bucket {config.s3.bucket} at {config.s3.endpoint or 'AWS'}"
+    try:
+        bucket = opened(config.s3)
+        started = time.monotonic()
+        found = bucket.found(started + BUCKET_S)
+        spent_ms = (time.monotonic() - started) * 1e3
+        bucket.close()
+    except TerraceError as error:
+        yield Finding("s3", "fail", f"{place}: {error.message}", error.hint)
+        return
+    if found is False and not config.s3.create_bucket:
+        yield Finding("s3", "fail", f"there is no {place}", "create it, or set s3.create_bucket")
+    elif found is None:
+        yield Finding("s3", "warn", f"{place} answers 403", "check the credentials; grant s3:ListBucket")
+    else:
+        yield Finding("s3", "ok", f"{place} answers in {spent_ms:.0f} ms")
+
+
 def direct_io(folder: Path) -> str | None:
     """None when a page can be written there past the page cache, else why not. The file never has a name."""
     try:
@@ -199,11 +234,11 @@ def round_trips(runtime_dir: Path, door: Door, tiers: list[str]) -> Iterator[Fin
     route = f"/v1/namespaces/{namespace}/blocks/{os.urandom(32).hex()}/0"
     payload = os.urandom(BLOCK.block_bytes)
     try:
-        door.exchange("PUT", f"{route}?durable={int('disk' in tiers)}", payload, BYTES)
-        for tier in tiers:
-            # A tier below host is read once host has forgotten the block.
-            if tier != "host":
-                door.ask("POST", "/v1/flush", {"namespace": namespace, "tier": "host"})
+        door.exchange("PUT", f"{route}?durable={int(len(tiers) > 1)}", payload, BYTES)
+        for depth, tier in enumerate(tiers):
+            # A tier below host is read once those above it have forgotten the block.
+            for above in tiers[:depth]:
+                door.ask("POST", "/v1/flush", {"namespace": namespace, "tier": above})
             yield _compare(tier, payload, _read(door, route))
         door.exchange("DELETE", route)
         if _read(door, route) is not None:

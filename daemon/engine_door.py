@@ -37,8 +37,8 @@ HELLO_S = 5.0
 DEADLINE_MS_MAX = 600_000
 ASK_S_MAX = 2.0
 """Of the time of an Acquire, what may be spent on finding out what there is to lease."""
-ANSWER_MS = 2.0
-"""Kept of a deadline for the way back."""
+ANSWER_MS = 20.0
+"""Kept of a deadline for the way back, or a tenth of it if that is less."""
 NAMESPACES_MAX = 4096
 
 
@@ -259,20 +259,20 @@ class Connection(asyncio.Protocol):
         def answer() -> None:
             self._found(request.id, self._door.store.lookup(self._door.sessions.current(session), keys))
 
-        self._door.spawn(self._later(request.id, question, lookup_wait_s(request.deadline_ms), answer))
+        self._door.spawn(self._later(request.id, question, within_s(request.deadline_ms), answer))
 
     def _found(self, id: int, found: Found) -> None:
         self._send(protocol.Found(id, found.blocks, found.per_tier, found.first_miss, found.reason, found.load_ms))
 
     def _acquire(self, session: Session, request: protocol.Acquire) -> None:
         keys = distinct(request.keys)
-        until = asyncio.get_running_loop().time() + min(max(request.deadline_ms, 0), DEADLINE_MS_MAX) / 1e3
+        until = asyncio.get_running_loop().time() + within_s(request.deadline_ms)
         question = self._door.store.question(self._door.sessions.current(session), session.ids_of(keys))
         if question is None:
             self._lease(session, request.id, keys, until)
             return
         # A hint older than its time, or no lookup before: what a distant tier has is asked for first.
-        wait_s = min(ASK_S_MAX, lookup_wait_s(request.deadline_ms))
+        wait_s = min(ASK_S_MAX, within_s(request.deadline_ms))
         self._door.spawn(
             self._later(request.id, question, wait_s, lambda: self._lease(session, request.id, keys, until))
         )
@@ -361,9 +361,10 @@ class Connection(asyncio.Protocol):
             self._transport.write(protocol.frame(answer))
 
 
-def lookup_wait_s(deadline_ms: int) -> float:
-    """How long an answer may wait for somebody, of a deadline."""
-    return max(0.0, min(deadline_ms, DEADLINE_MS_MAX) * 0.9 - ANSWER_MS) / 1e3
+def within_s(deadline_ms: int) -> float:
+    """How long an answer may wait for somebody, so that it arrives before the deadline."""
+    deadline_ms = min(max(deadline_ms, 0), DEADLINE_MS_MAX)
+    return max(0.0, deadline_ms - min(deadline_ms / 10, ANSWER_MS)) / 1e3
 
 
 def wire(slot: Slot | None) -> protocol.Slot | None:

@@ -227,6 +227,7 @@ class Store:
         slots, pending = self.promoter.acquire(namespace, ids, arrived)
         self._touched(namespace, [id for id, slot in zip(ids, slots, strict=True) if slot is not None])
         if self.far is not None:
+            self.far.used.add(namespace.id)
             self.far.redate(namespace, ids[: sum(slot is not None for slot in slots) + len(pending)])
         return slots, pending
 
@@ -298,6 +299,7 @@ class Store:
         self.pins.expire()
         self.host.reap()
         if self.far is not None:
+            self.far.watch(self.namespaces)
             await self.forgetting.notice()
         for through in self.through:
             through.sweep()
@@ -346,6 +348,8 @@ class Store:
 
     def _count(self, namespace: Namespace, asked: int, found: Found) -> None:
         stats = self.stats
+        if self.far is not None:
+            self.far.used.add(namespace.id)
         stats.lookups += 1
         stats.asked_blocks += asked
         stats.asked_tokens += asked * namespace.block_tokens

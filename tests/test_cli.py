@@ -245,7 +245,7 @@ def test_doctor_on_a_machine_without_a_daemon_finds_nothing_wrong_and_says_what_
     for part in (
         "Python",
         "lmdb",
-        "gpu and s3 tiers are not in this version",
+        "the gpu tier is not in this version",
         "tmpfs",
         "MemAvailable",
         "none runs here",

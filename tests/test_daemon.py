@@ -244,3 +244,21 @@ def test_many_engines_at_once_through_restarts_see_only_their_own_bytes(daemon: 
             stop.set()
 
     in_threads(*(lambda seed=seed: engine(seed) for seed in range(4)), reaper)
+
+
+@pytest.mark.fault(76)
+def test_lookups_do_not_wait_for_eight_reads_that_stand_still(daemon: Daemon) -> None:
+    """Every worker is inside a read; each lookup is one request, whatever the length of the prompt."""
+    with daemon.client() as client:
+        on_disk, in_host = client.chain(1, 8), client.chain(2, 512)
+        assert client.put(on_disk, durable=True).durable == 8
+    daemon.kill()
+    for name in os.listdir(daemon.runtime):
+        (daemon.runtime / name).unlink()
+    daemon.restart(daemon__io_threads="8", failpoints="segment.read=sleep:3")
+    with daemon.client(lookup_budget_ms=1500) as client, daemon.client(load_deadline_ms=300) as reader:
+        assert client.put(in_host).stored == 512
+        assert reader.get(on_disk) == Loaded(0, "deadline"), "eight reads have begun"
+        for _ in range(50):
+            found = client.lookup(in_host)
+            assert (found.blocks, found.reason) == (512, None)

@@ -383,4 +383,6 @@ def test_an_error_of_the_medium_is_a_failure_that_is_kept_in_mind(disk: Disks) -
         assert status.counters.io_errors == 1 and "segment.read" in str(status.last_error)
         assert status.counters.hits == 0
         failpoint.disarm()
+        assert tier.leading(disk.namespace, [name(0)]) == 0, "what cannot be read is not listed"
+        assert put(tier, disk.namespace, name(0)) is Outcome.STORED
         assert verified(tier, disk.namespace, [name(0)]) == 1

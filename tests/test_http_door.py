@@ -72,7 +72,8 @@ async def test_these_are_all_routes_and_the_document_names_each_of_them(people: 
     for name in set(part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]):
         assert name in document["components"]["schemas"]
     lookup = document["components"]["schemas"]["Lookup"]
-    assert set(lookup["properties"]) == {"namespace", "tokens", "keys", "deadline_ms"} and not lookup["additionalProperties"]
+    assert set(lookup["properties"]) == {"namespace", "tokens", "keys", "deadline_ms"}
+    assert not lookup["additionalProperties"]
 
 
 @served()

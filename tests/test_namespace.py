@@ -129,3 +129,21 @@ def test_numbers_are_unique_when_many_threads_register(path: Path) -> None:
     assert sorted(n.number for n in namespaces) == list(range(1, 25))
     assert {(n.id, n.number) for n in Namespaces(path)} == {(n.id, n.number) for n in namespaces}
     assert json.loads(path.read_text())["format"] == 1
+
+
+def test_nobody_meets_a_namespace_or_an_epoch_that_a_crash_could_take_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespaces = Namespaces(path)
+    seen: list[int | None] = []
+
+    def look(fresh: Path, final: Path) -> None:
+        known = namespaces.get(A)
+        seen.append(known.epoch if known else None)
+        replace(fresh, final)
+
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", look)
+    namespaces.register(wanted(A))
+    namespaces.raise_epoch(A)
+    assert seen == [None, 0]

@@ -50,6 +50,9 @@ class Arena:
             os.close(self._lock_fd)
             raise
         self.view = memoryview(self._map)
+        self._prepared = 0
+        if self.adopted and os.fstat(self._fd).st_blocks * 512 >= size_bytes:
+            self.slabs_ready = self.slabs  # an earlier daemon allocated all of it
         self.prepare(slabs=1)
 
     def _open(self, adopt: bool) -> bool:
@@ -91,21 +94,23 @@ class Arena:
 
         Blocks; ends early at a shortage (``last_error``) or on ``stop``.
         """
-        while self.slabs_ready < (self.slabs if slabs is None else slabs):
-            start = self.slabs_ready * self.slab_bytes
+        while self._prepared < (self.slabs if slabs is None else slabs):
+            start = self._prepared * self.slab_bytes
             for offset in range(start, start + self.slab_bytes, PREPARE_BYTES):
                 if self._stopping.is_set():
                     return
                 length = min(PREPARE_BYTES, start + self.slab_bytes - offset)
                 try:
-                    os.posix_fallocate(self._fd, offset, length)
+                    if self._prepared >= self.slabs_ready:
+                        os.posix_fallocate(self._fd, offset, length)
                     if self._prefault:
                         with self.view[offset : offset + length] as part:
                             populate(part)
                 except OSError as error:
                     self.last_error = f"only {self.slabs_ready} of {self.slabs} slabs could be allocated: {error}"
                     return
-            self.slabs_ready += 1
+            self._prepared += 1
+            self.slabs_ready = max(self.slabs_ready, self._prepared)
 
     def stop(self) -> None:
         """Make ``prepare``, in whatever thread it runs, return soon."""

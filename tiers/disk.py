@@ -347,11 +347,13 @@ class DiskTier:
                 hit = entry.page
                 return Outcome.HIT
         except OSError as error:
-            if error.errno not in _UNREACHABLE:
-                raise
-            self._unreachable(segment, error)
-            self._catalog.forget([(id, entry.segment, entry.page)])
-            return Outcome.MISS
+            if error.errno in _UNREACHABLE:
+                self._unreachable(segment, error)
+                self._catalog.forget([(id, entry.segment, entry.page)])
+                return Outcome.MISS
+            if error.errno == errno.EIO:  # of these pages, not of the disk: what cannot be read is not listed
+                self._ledger.left("damaged", self._catalog.forget([(id, entry.segment, entry.page)]))
+            raise
         finally:
             self._shelf.unpin(segment, hit)
         where = f"segment {entry.segment}, page {entry.page}"

@@ -61,7 +61,7 @@ class Namespaces:
         if path.exists():
             self._read()
         else:
-            self._write()
+            self._write(self._by_id)
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(list(self._by_id.values()))
@@ -112,16 +112,11 @@ class Namespaces:
         return 1 + max((n.number for n in self._by_id.values()), default=0)
 
     def _put(self, namespace: Namespace) -> None:
-        before = self._by_id.get(namespace.id)
-        self._by_id[namespace.id] = namespace
-        try:
-            self._write()
-        except OSError:
-            if before is None:
-                del self._by_id[namespace.id]
-            else:
-                self._by_id[namespace.id] = before
-            raise
+        """Written first and known then: whoever met a namespace that a crash takes back would store blocks under a
+        number that the next start gives to another."""
+        by_id = self._by_id | {namespace.id: namespace}
+        self._write(by_id)
+        self._by_id = by_id
 
     def _read(self) -> None:
         try:
@@ -138,8 +133,8 @@ class Namespaces:
                 "restore it, or move it away: blocks on disk then come back under their namespaces' last stored epoch",
             ) from error
 
-    def _write(self) -> None:
-        rows = [asdict(n) | {"id": n.id.hex(), "layout": n.layout.hex()} for n in self._by_id.values()]
+    def _write(self, by_id: dict[bytes, Namespace]) -> None:
+        rows = [asdict(n) | {"id": n.id.hex(), "layout": n.layout.hex()} for n in by_id.values()]
         content = {"format": FORMAT, "identity": self.identity, "namespaces": rows}
         fresh = self._path.with_suffix(".new")
         with open(fresh, "w") as file:

@@ -11,6 +11,7 @@ from typing import Any
 
 from terracekv.tests.model.world import World
 from terracekv.tiers.block import block_id, block_keys, namespace_id
+from terracekv.tiers.checksum import checksum
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.segment import decode
 from terracekv.tiers.slots import RECORD_BYTES, Slot
@@ -72,6 +73,9 @@ class Books:
     """By id and epoch: bytes that a commit named."""
     rotten: set[bytes] = field(default_factory=set)
     """Bytes that the test itself spoiled: they may lie there, and may not be served."""
+    may_tear: bool = False
+    """Whether in this step wrong bytes may have come under a good header, for the first read to notice: a rebuild asks
+    headers only, and so does the saving of blocks that were hit."""
     spoiled: set[bytes] = field(default_factory=set)
     """Ids of which the test spoiled a record: they may leave the disk."""
     headless: set[tuple[int, int]] = field(default_factory=set)
@@ -145,6 +149,8 @@ def check_bytes(world: World, books: Books, seen: Seen) -> None:
             if place is not None and place not in books.headless:
                 record, found = read(world, place, size)
                 assert record == (id, namespace.id, namespace.epoch), f"the disk lists another's record: {record}"
+                if books.may_tear and record and checksum(found) != world.disk._catalog.get(id).checksum:  # type: ignore[union-attr]
+                    books.rotten.add(found)
                 good = books.is_right(id, namespace.epoch, found) or found in books.rotten
                 assert good, "the disk lists wrong bytes"
 

@@ -146,7 +146,7 @@ class EngineRules(Machine):
         if self.world.mover.jobs:
             self.do_job(-1)
 
-    def do_all_jobs(self) -> None:
+    def do_all_jobs(self, n: int = 0) -> None:
         while self.world.mover.jobs:
-            self.do_job(0)
+            self.do_job(n)
             self.settle()

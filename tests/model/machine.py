@@ -204,13 +204,14 @@ class Machine(RuleBasedStateMachine):
         self.world.media.asleep = True
         world, books = self.world, self.books
         seen = look(world)
+        books.may_tear |= "flipped read" in world.media.fired
         check_bytes(world, books, seen)
         check_lookups(world, seen)
         self.check_nothing_left_unsaid(seen)
         self.check_leases()
         self.check_writers(seen)
         self.check_sums(seen)
-        self.world.media.asleep = False
+        self.world.media.asleep = books.may_tear = False
         self.new_step()
 
     def check_nothing_left_unsaid(self, seen: Seen) -> None:
@@ -234,7 +235,7 @@ class Machine(RuleBasedStateMachine):
         kept = dict[bytes, int]()
         if world.disk.rebuilding:
             kept = {id: books.on_disk[id] for id in gone}
-        elif not {"flipped read", "short read"} & set(world.media.fired):
+        elif not {"flipped read", "short read", "read EIO"} & set(world.media.fired):
             assert not gone, f"{len(gone)} blocks left the disk without cause"
         books.on_disk = kept | {id: segment for id, (segment, _) in seen.disk.items()}
         books.segments = there
@@ -280,7 +281,9 @@ class Machine(RuleBasedStateMachine):
         """Promises 2 and 3: books balance, bytes stay below their caps."""
         world, host = self.world, self.world.tiers.host
         host.check()
-        broken = self.books.headless & set(seen.disk.values())
+        # Entries of a flushed epoch, too, until they are reclaimed.
+        listed = {(entry.segment, entry.page) for _, entry in world.disk._catalog.entries() if entry is not None}
+        broken = self.books.headless & listed
         if not broken:
             world.disk.check()
         status = host.status()

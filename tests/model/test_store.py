@@ -20,6 +20,7 @@ from terracekv.tests.model.engine_rules import EngineRules
 from terracekv.tests.model.machine import any_of, chain_of, length_of, model_of, mortal
 from terracekv.tests.model.world import Media
 from terracekv.tiers import failpoint
+from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.tier import PAGE
 
 RUNS = int(os.environ.get("TERRACEKV_TEST_MODEL_RUNS", "120"))
@@ -118,11 +119,7 @@ class StoreMachine(EngineRules):
         elif what == "prefetch":
             world.on_loop(lambda: store.promoter.prefetch(namespace, ids))
         elif what == "gather and hang up":
-            task = world.task(store.promoter.gather(namespace, ids))
-            self.do_last_job()
-            task.cancel()
-            self.errands.append((task, namespace, ids))
-            world.turn()
+            self.gather_and_hang_up(namespace, ids)
         elif what == "gather":
             self.errands.append((world.task(store.promoter.gather(namespace, ids)), namespace, ids))
         elif what == "hang up":
@@ -133,6 +130,14 @@ class StoreMachine(EngineRules):
             world.on_loop(store.pins.expire)
             world.on_loop(store.host.reap)
 
+    def gather_and_hang_up(self, namespace: Namespace, ids: list[bytes]) -> None:
+        """Somebody waits until the first of several blocks has come, and no longer."""
+        task = self.world.task(self.world.store.promoter.gather(namespace, ids))
+        self.do_last_job()
+        task.cancel()
+        self.errands.append((task, namespace, ids))
+        self.world.turn()
+
     # The mover.
 
     @precondition(lambda self: self.world.mover.jobs)
@@ -142,10 +147,11 @@ class StoreMachine(EngineRules):
         self.do_job(n)
 
     @precondition(lambda self: self.world.mover.jobs)
-    @rule()
+    @rule(oldest_first=st.booleans())
     @mortal
-    def all_jobs_are_done(self) -> None:
-        self.do_all_jobs()
+    def all_jobs_are_done(self, oldest_first: bool) -> None:
+        """Newest first, a flush that came later overtakes commits and promotions."""
+        self.do_all_jobs(0 if oldest_first else -1)
 
     @precondition(lambda self: self.world.mover.jobs)
     @rule(
@@ -189,6 +195,7 @@ class StoreMachine(EngineRules):
     @mortal
     def the_catalog_is_rebuilt(self) -> None:
         self.world.media.calm()
+        self.books.may_tear = True
         self.world.disk.rebuild()
         assert not self.world.disk.rebuilding
 
@@ -258,9 +265,12 @@ class StoreMachine(EngineRules):
         rot=st.none() | any_of,
         catalog=mostly,
         host=mostly,
+        hurried=st.none() | model_of,
     )
     @mortal
-    def the_daemon_is_started_again(self, how: str, rot: int | None, catalog: bool, host: bool) -> None:
+    def the_daemon_is_started_again(
+        self, how: str, rot: int | None, catalog: bool, host: bool, hurried: Model | None
+    ) -> None:
         """``rot`` spoils a bit of the arena, ``catalog`` and ``host`` say what the next life finds."""
         if how == "stopped":
             self.do_all_jobs()
@@ -275,6 +285,8 @@ class StoreMachine(EngineRules):
         self.live()
         if host:
             assert look(self.world).host.keys() == before.host.keys(), "host does not hold what it held"
+        if hurried is not None:
+            self.gather_and_hang_up(*self.target(hurried, 0, 6))
 
     def between_lives(self, before: Seen, rot: int | None, catalog: bool, host: bool) -> None:
         if not catalog:
@@ -297,6 +309,7 @@ def size_of(id: bytes) -> int:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.fault(1)
 @pytest.mark.fault(11)
 @pytest.mark.fault(42)
 def test_the_store_keeps_its_promises_whatever_happens(

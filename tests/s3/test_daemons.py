@@ -1,0 +1,230 @@
+"""Daemons as processes, each with folders of its own, over one bucket."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terracekv.daemon.http_client import Door
+from terracekv.tests.harness import Daemon, until
+from terracekv.tests.s3_stub import BUCKET, S3Stub
+from terracekv.tests.seaweed import program, seaweed
+
+RETURN_S = 10.0
+"""In which the breaker closes after the server's return."""
+Opened = Callable[..., Daemon]
+
+
+def settings(endpoint: str, credentials: Path, **more: str) -> dict[str, str]:
+    usual = {"enabled": "true", "endpoint": endpoint, "bucket": BUCKET, "credentials_file": str(credentials)}
+    usual |= {"read_timeout": "0.5", "timeout": "5", "threads": "4", "epoch_ttl": "0.2"}
+    return {f"s3__{name}": value for name, value in (usual | more).items()}
+
+
+@pytest.fixture
+def daemon(stub: S3Stub, shm_dir: Path, tmp_path: Path) -> Iterator[Opened]:
+    with ExitStack() as stack:
+
+        def opened(label: str = "a", *, started: bool = True, **more: str) -> Daemon:
+            wanted = settings(stub.endpoint, stub.credentials) | {"disk__enabled": "false"} | more
+            made = Daemon(shm_dir / label, tmp_path / label, **wanted)
+            if started:
+                stack.enter_context(made)
+            else:
+                stack.callback(made.kill)
+            return made
+
+        yield opened
+        stub.switches.stall = False
+
+
+def ask(daemon: Daemon, method: str, route: str, body: Any = None) -> Any:
+    return Door(daemon.runtime).ask(method, route, body)
+
+
+def s3_of(daemon: Daemon) -> Any:
+    return ask(daemon, "GET", "/v1/status")["tiers"]["s3"]
+
+
+def same_secret(a: Daemon, label: Path) -> None:
+    """Nodes of a cluster share the tenants' secret."""
+    (label / "state").mkdir(parents=True)
+    (label / "state" / "secret").write_bytes((a.state / "state" / "secret").read_bytes())
+
+
+def test_what_one_daemon_stored_another_loads(daemon: Opened) -> None:
+    with daemon("a").client() as client:
+        keys = client.chain(1, 16)
+        assert client.put(keys, durable=True).durable == 16
+        found = client.lookup(keys)
+        assert found.blocks == 16 and found.per_tier == {"host": 16, "s3": 16}
+    b = daemon("b")
+    with b.client() as other:
+        found = other.lookup(keys)
+        assert found.blocks == 16 and found.per_tier == {"host": 0, "s3": 16}
+        assert other.get(keys).blocks == 16
+        assert other.lookup(keys).per_tier == {"host": 16, "s3": 16}
+    with daemon("c").client() as third:
+        assert third.get(keys).blocks == 16, "a load without a lookup before asks by itself"
+    status = s3_of(b)
+    assert (status["mode"], status["flow"]["promoted"], status["details"]["breaker"]) == ("up", 16, "closed")
+    assert status["details"]["questions"] >= 1 and status["bandwidth"]["read"]["measured"]
+    metrics = Door(b.runtime).exchange("GET", "/metrics").decode()
+    assert 'terracekv_tier_promoted_blocks_total{tier="s3"} 16.0' in metrics
+    assert 'terracekv_tier_up{tier="s3"} 1.0' in metrics
+    assert b.errors() == []
+
+
+@pytest.mark.fault(108)
+def test_a_tenant_of_a_daemon_with_another_secret_reads_nothing(daemon: Opened, stub: S3Stub, tmp_path: Path) -> None:
+    a = daemon("a")
+    with a.client(credential=b"tenant") as client:
+        keys = client.chain(1, 4)
+        assert client.put(keys, durable=True).durable == 4
+    same_secret(a, tmp_path / "b")
+    with daemon("b").client(credential=b"tenant") as friend:
+        assert friend.chain(1, 4) == keys and friend.get(keys).blocks == 4
+    with daemon("c").client(credential=b"tenant") as stranger:
+        assert stranger.chain(1, 4) != keys, "another secret, another salt, other names"
+        assert stranger.lookup(stranger.chain(1, 4)).blocks == 0
+        assert stranger.get(keys).blocks == 0, "even the right keys are looked for in the stranger's own namespace"
+    with daemon("d").client() as nobody:
+        assert nobody.get(keys).blocks == 0
+
+
+def test_a_flush_is_heard_by_all_daemons(daemon: Opened) -> None:
+    a, b = daemon("a"), daemon("b")
+    with a.client() as client, b.client() as other:
+        keys = client.chain(1, 8)
+        client.put(keys, durable=True)
+        assert other.get(keys).blocks == 8
+        (space,) = ask(a, "GET", "/v1/namespaces")["namespaces"]
+        done = ask(a, "POST", "/v1/flush", {"namespace": space["namespace_id"]})
+        assert done["done"] == {"host": {"dropped": 8}, "s3": {"dropped": 8}}
+        assert client.lookup(keys).blocks == 0
+
+        def heard() -> bool:
+            return other.lookup(keys).blocks == 0 and ask(b, "GET", "/v1/namespaces")["namespaces"][0]["epoch"] == 1
+
+        until(heard, "the other node hears of the flush")
+        until(lambda: ask(b, "GET", "/v1/status")["tiers"]["host"]["used_bytes"] == 0, "its host is emptied")
+
+
+def test_an_endpoint_that_hangs_costs_nobody_more_than_its_deadline(daemon: Opened, stub: S3Stub) -> None:
+    a = daemon("a", s3__read_timeout="3")
+    with a.client() as client, a.client(load_deadline_ms=300, lookup_budget_ms=300) as hasty:
+        here, there = client.chain(1, 8), client.chain(2, 8)
+        client.put(here, durable=True)
+        client.put(there, durable=True)
+        (space,) = ask(a, "GET", "/v1/namespaces")["namespaces"]
+        ask(a, "POST", "/v1/flush", {"namespace": space["namespace_id"], "tier": "host"})
+        assert client.get(here).blocks == 8
+        stub.switches.stall = True
+        requests = stub.asked.total()
+        for _ in range(20):
+            assert client.lookup(here).blocks == 8 and client.get(here).blocks == 8
+        assert stub.asked.total() == requests, "a prompt in host asks the bucket nothing"
+        found = hasty.lookup(client.chain(3, 8))
+        assert (found.blocks, found.reason) == (0, "deadline"), "the daemon answered, and in time"
+        loaded = hasty.get(there)
+        assert (loaded.blocks, loaded.why) == (0, "deadline")
+        assert hasty.lookup(here).blocks == 8, "the session is as good as before"
+        until(lambda: s3_of(a)["mode"] == "down", "the breaker opens")
+        assert hasty.lookup(client.chain(4, 8)).reason == "tier_down"
+        stub.switches.stall = False
+        until(lambda: s3_of(a)["mode"] == "up", "the breaker closes", RETURN_S)
+        assert client.get(there).blocks == 8
+
+
+def test_a_daemon_starts_and_stops_beside_an_endpoint_that_hangs(daemon: Opened, stub: S3Stub) -> None:
+    stub.switches.stall = True
+    a = daemon("a", daemon__drain_s="0.5")
+    with a.client() as client:
+        keys = client.chain(1, 4)
+        assert client.put(keys).stored == 4 and client.get(keys).blocks == 4
+        assert a.term() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [({"s3__bucket": "nobodys"}, "create_bucket"), ({"s3__profile": "unheard-of"}, "credentials")],
+)
+def test_a_bucket_that_can_never_be_used_ends_the_start(daemon: Opened, change: dict[str, str], says: str) -> None:
+    a = daemon("a", started=False, **change)
+    a.launch()
+    assert a.wait() == 1 and says in a.tail()
+
+
+def test_the_command_line_looks_into_the_bucket(daemon: Opened, stub: S3Stub) -> None:
+    a = daemon("a")
+    with a.client() as client:
+        keys = client.chain(1, 4)
+        client.put(keys, durable=True)
+
+    def run(*arguments: str) -> tuple[int, Any]:
+        flags = [f"--set={key}={value}" for key, value in a.settings.items()]
+        command = [sys.executable, "-m", "terracekv.daemon.cli", *arguments, "--json", *flags]
+        code = "import sys; from terracekv.daemon.cli import main; sys.argv[0] = 'terracekv'; main()"
+        command[1:3] = ["-c", code]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=a.state)
+        return out.returncode, json.loads(out.stdout)
+
+    rows = run("s3", "ls")[1]
+    assert {row["key"] for row in rows} == {key.hex() for key in keys} and {row["shard"] for row in rows} == {0}
+    (space,) = run("s3", "stat")[1]
+    assert (space["objects"], space["current"]) == (4, True)
+    assert run("s3", "verify") == (0, {"good": 4, "damaged": []})
+    name = stub.blocks()[0]
+    stub.objects[name].content = stub.objects[name].content[:-1] + b"!"
+    content = bytearray(stub.objects[name].content)
+    content[5000] ^= 1
+    stub.objects[name].content = bytes(content)
+    status, checked = run("s3", "verify")
+    assert status == 1 and checked["good"] == 3 and len(checked["damaged"]) == 1
+    ask(a, "POST", "/v1/flush", {"namespace": space["namespace_id"], "tier": "host"})
+    assert run("s3", "gc", "--dry-run")[1]["blocks"] == 0
+    status, findings = run("doctor")
+    states = {(finding["what"], finding["state"]) for finding in findings}
+    assert {("s3", "ok"), ("s3 tier", "ok")} <= states, findings
+
+
+@pytest.mark.s3
+@pytest.mark.skipif(program() is None, reason="SeaweedFS is not installed")
+def test_a_real_server_is_frozen_killed_and_started_again(shm_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "weed").mkdir()
+    with seaweed(tmp_path / "weed") as server, ExitStack() as stack:
+        wanted = settings(server.endpoint, server.credentials, bucket="blocks", queue="2MiB") | {
+            "disk__enabled": "false"
+        }
+        a, b = (stack.enter_context(Daemon(shm_dir / n, tmp_path / n, **wanted)) for n in "ab")
+        client = stack.enter_context(a.client(65536, store_deadline_ms=60_000))
+        other = stack.enter_context(b.client(65536))
+        keys = client.chain(1, 16)
+        assert client.put(keys, durable=True).durable == 16
+        assert other.get(keys).blocks == 16
+        server.stop()
+        for _ in range(20):
+            assert client.lookup(keys).blocks == 16 and client.get(keys).blocks == 16
+        with a.client(65536, lookup_budget_ms=200) as hasty:
+            assert hasty.lookup(client.chain(2, 8)).reason in ("deadline", "tier_down")
+        server.go_on()
+        until(lambda: s3_of(a)["mode"] == "up", "it is up again", RETURN_S)
+        server.kill()
+        for seed in range(10, 30):
+            stored = client.put(client.chain(seed, 4))
+            assert stored.stored == 4, "host takes it"
+        status = s3_of(a)
+        assert status["in_flight_bytes"] <= status["in_flight_bytes_max"]
+        until(lambda: s3_of(a)["mode"] == "down", "the breaker opens")
+        until(lambda: s3_of(a)["in_flight_bytes"] == 0, "nothing is kept waiting for a dead server")
+        flow = s3_of(a)["flow"]
+        assert flow["written"] + flow["writes_failed"] + flow["writes_dropped"] == 16 + 80
+        server.start()
+        until(lambda: s3_of(a)["mode"] == "up", "the breaker closes", RETURN_S)
+        again = client.chain(99, 4)
+        assert client.put(again, durable=True).durable == 4 and other.get(again).blocks == 4
