@@ -59,7 +59,6 @@ class Served:
             self.process.wait()
             self.process = None
 
-<<<<<<< HEAD
     def wipe(self) -> None:
         """Lose all that the node had, in memory and on disk, as a machine that takes its place has nothing."""
         assert self.process is None
@@ -67,29 +66,9 @@ class Served:
             shutil.rmtree(folder)
             folder.mkdir(mode=0o700)
 
-    def client(self, block_bytes: int, **more: Any) -> Client:
-        """A session whose blocks have this many bytes and 256 tokens."""
-        dim = block_bytes // (BLOCK_TOKENS * 2 * 2)
-        shape = (1, BLOCK_TOKENS, dim)
-        layout = Layout("HND", "split", 2, (LayerGroup(1, shape, dense_strides(shape, 2)),))
-        assert layout.block_bytes == block_bytes
-        settings: dict[str, Any] = {
-            "model": f"bench-{block_bytes}",
-            "revision": "",
-            "dtype": "bfloat16",
-            "block_tokens": BLOCK_TOKENS,
-            "layout": layout,
-            "strict": True,
-            "lookup_budget_ms": 1000,
-            "store_deadline_ms": 120_000,
-            "load_deadline_ms": 120_000,
-        }
-        return Client(self.socket, **(settings | more))
-=======
     def client(self, block_bytes: int) -> Client:
         """See ``client_of``."""
         return client_of(self.socket, block_bytes)
->>>>>>> s3
 
     def rss_anon(self) -> int:
         """Bytes of memory that only the daemon has."""
