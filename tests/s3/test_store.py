@@ -412,7 +412,7 @@ def test_a_slow_link_is_not_shared_by_all_reads_at_once(cluster: Cluster) -> Non
     cluster.run(story)
 
 
-@pytest.mark.fault(108)
+@pytest.mark.fault(28)
 def test_a_tenant_whose_daemon_has_another_secret_finds_nothing(cluster: Cluster) -> None:
     """The salt of a namespace comes from the secret: with another one all keys differ, whatever credential is tried."""
 
