@@ -62,6 +62,11 @@ class EngineDoor:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: Connection(self), str(self.path))
         os.chmod(self.path, 0o600)
+        self._files = {path: path.stat().st_ino for path in (self.arena, self.table.path, self.path)}
+
+    def missing(self) -> list[str]:
+        """Files that an engine needs to join and that somebody has removed or replaced under us."""
+        return [path.name for path, inode in self._files.items() if not path.exists() or path.stat().st_ino != inode]
 
     async def close(self, grace_s: float) -> None:
         """Take no more work, give engines ``grace_s`` to finish writing, then end all sessions."""
@@ -94,7 +99,10 @@ class EngineDoor:
         if namespace is None or not namespace.registered:
             if sum(1 for _ in self.store.namespaces) >= NAMESPACES_MAX:
                 return protocol.Refused("model", f"{NAMESPACES_MAX} namespaces are known already")
-            namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
+            try:
+                namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
+            except OSError as error:
+                return protocol.Refused("model", f"a new namespace cannot be noted in the state folder: {error}")
         if namespace.shards != hello.shards:
             return protocol.Refused(
                 "shards", f"this namespace has {namespace.shards} shards, the engine says {hello.shards}"
@@ -107,6 +115,8 @@ class EngineDoor:
             return protocol.Refused("version", f"this daemon speaks version {VERSION}, the engine {hello.version}")
         if hello.probe != PROBE:
             return protocol.Refused("probe", "engine and daemon compute different keys from the same tokens")
+        if not hello.model:
+            return protocol.Refused("model", "empty")
         for name in ("model", "revision", "dtype"):
             if len(getattr(hello, name)) > NAME_MAX:
                 return protocol.Refused(name, f"longer than {NAME_MAX} characters")
@@ -368,16 +378,18 @@ def distinct(keys: bytes) -> list[bytes]:
     return apart
 
 
-def take_over(path: Path) -> None:
-    """Remove a socket that nobody listens on. InUse when somebody does, or when it is no socket."""
-    with contextlib.suppress(FileNotFoundError):
+def nobody_listens(path: Path) -> None:
+    """InUse when somebody answers on this socket, or when it is no socket."""
+    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise InUse(f"{path} exists and is not a socket", "move it away, or choose another daemon.runtime_dir")
         with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.settimeout(1.0)
-                probe.connect(str(path))
-            except (ConnectionRefusedError, FileNotFoundError):
-                path.unlink()
-                return
+            probe.settimeout(1.0)
+            probe.connect(str(path))
         raise InUse(f"somebody listens on {path}", "stop that daemon, or choose another daemon.runtime_dir")
+
+
+def take_over(path: Path) -> None:
+    """Remove a socket that a dead daemon left."""
+    nobody_listens(path)
+    path.unlink(missing_ok=True)

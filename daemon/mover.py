@@ -129,6 +129,8 @@ class Mover:
             result, error = None, None
             try:
                 result = work()
+            except OSError as caught:  # of the machine, not of ours: whoever waits for it says what it means
+                error = caught
             except Exception as caught:
                 self.failures += 1
                 log.exception("a job of the mover failed")

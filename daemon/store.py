@@ -236,8 +236,11 @@ class Store:
     def _left_host(self, namespace: Namespace, ids: list[bytes], reason: str) -> None:
         """Called under the host tier's lock, from any thread."""
         for id in ids:
+            if reason != "capacity":
+                self._evicted.discard(id)
+                continue
             self._evicted.add(id)
-            if reason == "capacity" and self.disk is not None and not self.disk.leading(namespace, [id]):
+            if self.disk is not None and not self.disk.leading(namespace, [id]):
                 self.stats.evicted_before_persist += 1
         self._emit("removed", namespace, ids, tier="host", reason=reason)
 

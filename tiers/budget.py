@@ -207,6 +207,15 @@ def show(size: int) -> str:
     return f"{size}B"
 
 
+def show_up(size: int) -> str:
+    """Like ``show``, rounded up, so that what is shown is enough."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            tenths = -(-size * 10 // unit)
+            return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
+    return f"{size}B"
+
+
 def parse_size(text: str) -> int:
     """``8GiB``, ``512 MiB``, ``1.5g`` or plain bytes; GB is a power of ten, GiB of two. ValueError otherwise."""
     match = _SIZE.fullmatch(text)

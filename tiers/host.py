@@ -176,10 +176,10 @@ class HostTier:
                         self._table.free(record)
             return sum(map(len, self._orphans.values()))
 
-    def acquire(self, namespace: Namespace, ids: Sequence[bytes]) -> list[Slot | None]:
+    def acquire(self, namespace: Namespace, ids: Sequence[bytes], *, serving: bool = False) -> list[Slot | None]:
         """One more lease on each block that is here; None for those that are not. Ends with ``release``.
 
-        A slot of ``unverified`` must pass ``verify`` before its bytes are believed.
+        A slot of ``unverified`` must pass ``verify`` before its bytes are believed. ``serving``: count them as hits.
         """
         with self._lock:
             space = self._spaces.get(namespace.stamp)
@@ -196,6 +196,7 @@ class HostTier:
                 record = place * RECORD_BYTES
                 self._leases[record] = self._leases.get(record, 0) + 1
                 slots.append(self._table.slot(record))
+            self.counters.hits += serving * (len(ids) - slots.count(None))
             return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
