@@ -1,7 +1,7 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
 Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
-command line each call it once, before any thread starts. Imports msgspec, ``tiers.budget``, ``disk``, ``errors`` and
+command line each call it once, before any thread starts. Imports msgspec, ``bounds``, ``tiers.budget``, ``errors`` and
 ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
+from terracekv.daemon import bounds
 from terracekv.tiers import budget
-from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show, show_up
-from terracekv.tiers.disk import least_capacity_bytes
-from terracekv.tiers.errors import ConfigError, NoRoom
+from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
+from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.tier import PAGE
 
 Size = Annotated[int, Meta(ge=0, description="bytes")]
@@ -35,9 +35,6 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 PREFIX = "TERRACEKV_"
 ARENA = "arena"
 SLAB_AUTO_MIN, SLAB_AUTO_MAX, SLAB_STEP = 16 * MIB, 256 * MIB, 2 * MIB
-HOST_MIN = 1 * MIB
-"""A smaller arena would serve nobody."""
-SEGMENT_MIN = 2 * PAGE
 SOCKET_PATH_MAX = 107
 TOKEN_CHARS_MIN = 16
 _NOT_OURS = re.compile(r".*_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
@@ -169,18 +166,7 @@ def require_folders(config: Config) -> None:
     if config.disk.enabled:
         folders["disk.path"] = config.disk_path
     for key, folder in folders.items():
-        near = folder
-        while not os.path.lexists(near) and near != near.parent:
-            near = near.parent
-        said = f"{key} is {folder} ({config.sources.get(key, 'default')}), and {near}"
-        if not near.is_dir():
-            raise ConfigError(f"{said} is no folder", f"set {key} to a folder, or to where one can be made")
-        if os.statvfs(near).f_flag & os.ST_RDONLY:
-            raise ConfigError(f"{said} is on a file system mounted read-only", f"set {key} to a folder elsewhere")
-        if not os.access(near, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"{said} cannot be written by this user (uid {os.getuid()})", f"set {key} to a folder of its own"
-            )
+        bounds.check_folder(key, folder, config.sources.get(key, "default"))
 
 
 def resolve(config: Config, room: Budget) -> Config:
@@ -214,9 +200,9 @@ def resolve(config: Config, room: Budget) -> Config:
     elif disk_size is None:
         disk_size = budget.disk_auto(room, config.disk.free_floor)
         sources["disk.size"] = "auto: a quarter of the free space, at most 16GiB"
-        _check_disk_auto(config, room, disk_size)
+        bounds.check_disk_auto(room, disk_size, config.disk.free_floor, config.disk.segment)
     elif config.disk.enabled:
-        _check_disk(disk_size, config.disk.segment)
+        bounds.check_disk(disk_size, config.disk.segment)
     budget.require_all(room, host_size, disk_size, config.disk.free_floor)
     replace = msgspec.structs.replace
     return replace(
@@ -372,56 +358,7 @@ def _check(config: Config) -> None:
         )
     if config.daemon.queue == 0:
         raise ConfigError("daemon.queue cannot be 0", "set a size, or leave it auto")
-    _check_host(config.host)
-    segment = config.disk.segment
-    if segment < SEGMENT_MIN or segment % PAGE:
-        raise ConfigError(
-            f"disk.segment is {segment} bytes", f"set a multiple of {PAGE}, {SEGMENT_MIN} at the least, such as 256MiB"
-        )
+    bounds.check_host(config.host.size, config.host.slab)
+    bounds.check_segment(config.disk.segment)
     if config.disk.enabled and config.disk.size is not None:
-        _check_disk(config.disk.size, config.disk.segment)
-
-
-def _check_host(host: Host) -> None:
-    if host.size == 0:
-        raise ConfigError("host.size is 0, and every block passes through host", "set host.size, or leave it auto")
-    if host.size is not None and host.size < HOST_MIN:
-        raise ConfigError(
-            f"host.size is {host.size} bytes", f"set {show(HOST_MIN)} or more, such as 8GiB, or leave it auto"
-        )
-    if host.slab is not None and (host.slab == 0 or host.slab % PAGE):
-        raise ConfigError(
-            f"host.slab is {host.slab} bytes", f"set a positive multiple of {PAGE}, such as 64MiB, or leave it auto"
-        )
-
-
-def _check_disk(size: int, segment: int) -> None:
-    least = least_capacity_bytes(segment)
-    if size == 0:
-        raise ConfigError("disk.size is 0 while disk.enabled is true", "set disk.enabled to false for no disk tier")
-    if size < least:
-        raise ConfigError(
-            f"disk.size is {show(size)}, and with disk.segment {show(segment)} {show_up(least)} are the least",
-            f"raise disk.size to {show_up(least)}, {_lower_segment(size)}or set disk.enabled to false",
-        )
-
-
-def _check_disk_auto(config: Config, room: Budget, size: int) -> None:
-    """Nobody chose a size: say of what it was made."""
-    floor, segment = config.disk.free_floor, config.disk.segment
-    least = least_capacity_bytes(segment)
-    if size < least:
-        raise NoRoom(
-            f"disk.size auto comes to {show(size)}: {room.disk.path} has {show(room.disk_free)} free, of which it takes a "
-            f"quarter and leaves disk.free_floor {show(floor)}; with disk.segment {show(segment)} {show_up(least)} are "
-            "the least",
-            f"free some space there, point disk.path at another disk, set disk.size (and a lower disk.free_floor), "
-            f"{_lower_segment(size)}or set disk.enabled to false",
-        )
-
-
-def _lower_segment(size: int) -> str:
-    """Advice on the largest segments that a disk tier of this size can have, if it can have any."""
-    segments = (least_capacity_bytes(PAGE) - least_capacity_bytes(0)) // PAGE
-    largest = (size - least_capacity_bytes(0)) // segments // PAGE * PAGE
-    return f"lower disk.segment to at most {show(largest)}, " if largest >= SEGMENT_MIN else ""
+        bounds.check_disk(config.disk.size, config.disk.segment)

@@ -5,6 +5,7 @@ import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -262,6 +263,9 @@ def test_a_folder_that_cannot_be_written_is_refused_with_who_may_not(
     config = load(daemon__runtime_dir=str(tmp_path), daemon__state_dir=str(tmp_path))
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write anywhere
     with pytest.raises(ConfigError, match=f"cannot be written by this user .uid {os.getuid()}"):
+        require_folders(config)
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ConfigError, match="is on a file system mounted read-only"):
         require_folders(config)
 
 
