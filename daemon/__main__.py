@@ -22,6 +22,7 @@ from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.mover import Mover
+from terracekv.daemon.own_socket import nobody_listens
 from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.store import Store
 from terracekv.tiers import failpoint
@@ -47,6 +48,7 @@ def run(config: Config) -> int:
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
     try:
+        nobody_listens(config.daemon.runtime_dir / "engine.sock")
         room = survey(config)
         config = resolve(config, room)
         log.info("%s", summary(config, room))
@@ -109,10 +111,15 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         raise
     for thread in background:
         thread.start()
-    keeper = loop.create_task(_keep_house(store))
+    keeper = loop.create_task(_keep_house(store, engine, http))
     gc.collect()
     gc.freeze()  # what lives from here on is small; what was loaded need not be looked at again and again
-    log.info("ready after %.0f ms: %s", (time.monotonic() - started) * 1e3, engine.path)
+    doors = " and ".join(filter(None, (str(engine.path), str(http.path), config.daemon.http)))
+    log.info("ready after %.0f ms: %s", (time.monotonic() - started) * 1e3, doors)
+    if tiers.arena.filesystem != "tmpfs":
+        log.warning(
+            "%s is %s, not tmpfs: the host tier is no faster than that", engine.path.parent, tiers.arena.filesystem
+        )
     await stop.wait()
     log.info("stopping: taking no more work")
     until = loop.time() + config.daemon.drain_s
@@ -170,12 +177,17 @@ async def _end_distant(tiers: Tiers, store: Store) -> None:
         store.far.close()
 
 
-async def _keep_house(store: Store) -> None:
+async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor) -> None:
     """What must happen now and then without anybody asking."""
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
         try:
             await store.keep_house()
+            gone = engine.missing()
+            if gone and "engine door" not in http.not_ready:
+                reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"
+                http.not_ready["engine door"] = reason
+                log.error("%s", reason)
         except Exception:
             log.exception("housekeeping failed")
 

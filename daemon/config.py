@@ -1,8 +1,8 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
 Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
-command line each call it once, before any thread starts. Imports msgspec, ``config_s3``, ``tiers.budget``, ``errors``
-and ``tier``.
+command line each call it once, before any thread starts. Imports msgspec, ``bounds``, ``config_s3``, ``tiers.budget``,
+``errors`` and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
+from terracekv.daemon import bounds
 from terracekv.daemon.config_s3 import S3, Count, SizeOrAuto, settings_of
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
@@ -33,9 +34,6 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 PREFIX = "TERRACEKV_"
 ARENA = "arena"
 SLAB_AUTO_MIN, SLAB_AUTO_MAX, SLAB_STEP = 16 * MIB, 256 * MIB, 2 * MIB
-SEGMENTS_MIN = 2
-DISK_OVERHEAD = 4 * MIB
-"""More than the catalog and headers of the smallest disk tier take; the tier itself knows to the byte."""
 SOCKET_PATH_MAX = 107
 TOKEN_CHARS_MIN = 16
 _NOT_OURS = re.compile(r".*_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
@@ -152,8 +150,24 @@ def load_config(
 
 
 def survey(config: Config) -> Budget:
-    """What this machine has for a daemon with these folders, now."""
-    return budget.survey(config.arena_path, config.disk_path)
+    """What this machine has for a daemon with these folders, now. ConfigError when they cannot be looked at."""
+    try:
+        return budget.survey(config.arena_path, config.disk_path)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or 'a folder'} cannot be looked at: {error.strerror}",
+            "check daemon.runtime_dir, daemon.state_dir and disk.path, and who may enter them",
+        ) from None
+
+
+def require_folders(config: Config) -> None:
+    """Whether this process may make the daemon's folders and write into them; ConfigError names the first setting
+    whose folder it may not. Changes nothing."""
+    folders = {"daemon.runtime_dir": config.daemon.runtime_dir, "daemon.state_dir": config.daemon.state_dir}
+    if config.disk.enabled:
+        folders["disk.path"] = config.disk_path
+    for key, folder in folders.items():
+        bounds.check_folder(key, folder, config.sources.get(key, "default"))
 
 
 def resolve(config: Config, room: Budget) -> Config:
@@ -171,7 +185,9 @@ def resolve(config: Config, room: Budget) -> Config:
             host_size, why = room.arena_size, "that of the arena found"
         sources["host.size"] = f"auto: {why}"
     if slab is None:
-        slab = min(host_size, max(SLAB_AUTO_MIN, min(SLAB_AUTO_MAX, host_size // 16 // SLAB_STEP * SLAB_STEP)))
+        slab = min(
+            host_size // PAGE * PAGE, max(SLAB_AUTO_MIN, min(SLAB_AUTO_MAX, host_size // 16 // SLAB_STEP * SLAB_STEP))
+        )
         sources["host.slab"] = "auto: a sixteenth of host.size, 16MiB to 256MiB"
     if slab > host_size:
         raise ConfigError(f"host.slab is {show(slab)}, more than host.size {show(host_size)}", "lower host.slab")
@@ -189,8 +205,9 @@ def resolve(config: Config, room: Budget) -> Config:
     elif disk_size is None:
         disk_size = budget.disk_auto(room, config.disk.free_floor)
         sources["disk.size"] = "auto: a quarter of the free space, at most 16GiB"
-    if config.disk.enabled:
-        _check_disk(disk_size, config.disk.segment)
+        bounds.check_disk_auto(room, disk_size, config.disk.free_floor, config.disk.segment)
+    elif config.disk.enabled:
+        bounds.check_disk(disk_size, config.disk.segment)
     budget.require_all(room, host_size, disk_size, config.disk.free_floor)
     replace = msgspec.structs.replace
     return replace(
@@ -347,27 +364,13 @@ def _check(config: Config) -> None:
             f"{SOCKET_PATH_MAX}",
             "choose a shorter folder",
         )
-    if config.host.size == 0:
-        raise ConfigError("host.size is 0, and every block passes through host", "set host.size, or leave it auto")
-    if config.host.slab == 0 or config.daemon.queue == 0:
-        raise ConfigError("host.slab and daemon.queue cannot be 0", "set a size, or leave them auto")
-    if config.disk.segment == 0 or config.disk.segment % PAGE:
-        raise ConfigError(f"disk.segment is {config.disk.segment} bytes", f"set a positive multiple of {PAGE}")
+    if config.daemon.queue == 0:
+        raise ConfigError("daemon.queue cannot be 0", "set a size, or leave it auto")
+    bounds.check_host(config.host.size, config.host.slab)
+    bounds.check_segment(config.disk.segment)
     if config.disk.enabled and config.disk.size is not None:
-        _check_disk(config.disk.size, config.disk.segment)
+        bounds.check_disk(config.disk.size, config.disk.segment)
     if config.s3.queue == 0:
         raise ConfigError("s3.queue cannot be 0", "set a size, or leave it auto")
     if config.s3.enabled:
         settings_of(config.s3)
-
-
-def _check_disk(size: int, segment: int) -> None:
-    if size == 0:
-        raise ConfigError("disk.size is 0 while disk.enabled is true", "set disk.enabled to false for no disk tier")
-    if size < SEGMENTS_MIN * segment:
-        raise ConfigError(
-            f"disk.size {show(size)} holds {size // segment} segments of disk.segment {show(segment)}, and "
-            f"{SEGMENTS_MIN} are the least",
-            f"raise disk.size to {show(SEGMENTS_MIN * segment + DISK_OVERHEAD)}, lower disk.segment to at most "
-            f"{show(max(0, size - DISK_OVERHEAD) // SEGMENTS_MIN)}, or set disk.enabled to false",
-        )

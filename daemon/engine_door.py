@@ -1,7 +1,7 @@
 """The engine door: a Unix socket on which engines ask for blocks. Messages are those of ``protocol.py``.
 
 Owns the listening socket and one ``Connection`` for each engine. Runs on the event loop and never blocks it. Imports
-``hello``, ``protocol``, ``sessions``, ``store`` and ``tiers``.
+``hello``, ``own_socket``, ``protocol``, ``sessions``, ``store`` and ``tiers``.
 
 Every request is answered, in order except for those that wait (Commit, what comes after Leased, and Lookup and Acquire
 of blocks of which only a distant tier can tell). A frame that cannot be read is answered by Error; one that is too
@@ -9,11 +9,8 @@ long ends the connection, since what follows it is unknown.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import socket
-import stat
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +19,11 @@ import msgspec
 
 from terracekv.daemon import protocol
 from terracekv.daemon.hello import judge
+from terracekv.daemon.own_socket import take_over
 from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, VERSION
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import Found, Store
-from terracekv.tiers.errors import BadRequest, InUse, TerraceError
+from terracekv.tiers.errors import BadRequest, TerraceError
 from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable
 from terracekv.tiers.tier import Outcome
 
@@ -64,6 +62,11 @@ class EngineDoor:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: Connection(self), str(self.path))
         os.chmod(self.path, 0o600)
+        self._files = {path: path.stat().st_ino for path in (self.arena, self.table.path, self.path)}
+
+    def missing(self) -> list[str]:
+        """Files that an engine needs to join and that somebody has removed or replaced under us."""
+        return [path.name for path, inode in self._files.items() if not path.exists() or path.stat().st_ino != inode]
 
     async def close(self, grace_s: float) -> None:
         """Take no more work, give engines ``grace_s`` to finish writing, then end all sessions."""
@@ -96,7 +99,10 @@ class EngineDoor:
         if namespace is None or not namespace.registered:
             if sum(1 for _ in self.store.namespaces) >= NAMESPACES_MAX:
                 return protocol.Refused("model", f"{NAMESPACES_MAX} namespaces are known already")
-            namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
+            try:
+                namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
+            except OSError as error:
+                return protocol.Refused("model", f"a new namespace cannot be noted in the state folder: {error}")
         if namespace.shards != hello.shards:
             return protocol.Refused(
                 "shards", f"this namespace has {namespace.shards} shards, the engine says {hello.shards}"
@@ -378,18 +384,3 @@ def distinct(keys: bytes) -> list[bytes]:
     if len(set(apart)) != len(apart):
         raise BadRequest("the same key twice in one request", "send each block of a chain once")
     return apart
-
-
-def take_over(path: Path) -> None:
-    """Remove a socket that nobody listens on. InUse when somebody does, or when it is no socket."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise InUse(f"{path} exists and is not a socket", "move it away, or choose another daemon.runtime_dir")
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.settimeout(1.0)
-                probe.connect(str(path))
-            except (ConnectionRefusedError, FileNotFoundError):
-                path.unlink()
-                return
-        raise InUse(f"somebody listens on {path}", "stop that daemon, or choose another daemon.runtime_dir")

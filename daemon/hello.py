@@ -20,6 +20,8 @@ def judge(hello: protocol.Hello, *, slab_bytes: int, secret: bytes) -> protocol.
         return protocol.Refused("version", f"this daemon speaks version {VERSION}, the engine {hello.version}")
     if hello.probe != PROBE:
         return protocol.Refused("probe", "engine and daemon compute different keys from the same tokens")
+    if not hello.model:
+        return protocol.Refused("model", "empty")
     for name in ("model", "revision", "dtype"):
         if len(getattr(hello, name)) > NAME_MAX:
             return protocol.Refused(name, f"longer than {NAME_MAX} characters")

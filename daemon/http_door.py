@@ -20,7 +20,6 @@ from typing import Any
 from aiohttp import web
 
 from terracekv.daemon.config import Config, read_token, tcp_address, version
-from terracekv.daemon.engine_door import take_over
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
 from terracekv.daemon.http_messages import (
     Alive,
@@ -40,6 +39,7 @@ from terracekv.daemon.http_messages import (
 from terracekv.daemon.http_queries import EVENTS_TYPE, Queries
 from terracekv.daemon.http_routes import Route, Routes, openapi
 from terracekv.daemon.metrics import CONTENT_TYPE, UNMATCHED, Metrics
+from terracekv.daemon.own_socket import take_over
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.status import namespaces_document, status_document
 from terracekv.daemon.store import Store

@@ -126,9 +126,13 @@ class Mover:
     def _work(self) -> None:
         while (job := self._next()) is not None:
             work, future, store_bytes = job
-            result, error = None, None
+            result: Any = None
+            error: Exception | None = None
             try:
                 result = work()
+            except OSError as caught:  # of the machine, not of ours: whoever waits for it says what it means
+                self.failures += 1
+                error = caught
             except Exception as caught:
                 self.failures += 1
                 log.exception("a job of the mover failed")

@@ -72,7 +72,7 @@ class Promoter:
         one that is nowhere are not leased: a prefix has no holes.
         """
         host = self._host
-        slots = host.acquire(namespace, ids)
+        slots = host.acquire(namespace, ids, serving=True)
         absent = [index for index, slot in enumerate(slots) if slot is None]
         found = places(self._below, namespace, [ids[index] for index in absent], self._coming)
         below = len(found)

@@ -324,8 +324,11 @@ class Store:
     def _left_host(self, namespace: Namespace, ids: list[bytes], reason: str) -> None:
         """Called under the host tier's lock, from any thread."""
         for id in ids:
+            if reason != "capacity":
+                self._evicted.discard(id)
+                continue
             self._evicted.add(id)
-            if reason == "capacity" and self.below and not any(lower.has(namespace, id) for lower in self.below):
+            if self.below and not any(lower.has(namespace, id) for lower in self.below):
                 self.stats.evicted_before_persist += 1
         self._emit("removed", namespace, ids, tier="host", reason=reason)
 

@@ -5,7 +5,10 @@ Owns the processes that it starts: they end with the ``with`` block, however tha
 Imports ``connector``, ``daemon.protocol`` and ``tiers.block``.
 """
 
+import contextlib
 import hashlib
+import http.client
+import json
 import os
 import signal
 import socket
@@ -152,6 +155,16 @@ class Daemon:
         self.failpoints = settings.pop("failpoints", "")
         self.settings |= {key.replace("__", "."): value for key, value in settings.items()}
         self.start()
+
+    def http(self, route: str) -> tuple[int, Any]:
+        """Status and JSON of a GET at the people's door."""
+        connection = http.client.HTTPConnection("localhost", timeout=10)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(self.runtime / "http.sock"))
+        with contextlib.closing(connection):
+            connection.request("GET", route)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""

@@ -185,3 +185,9 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_a_size_is_shown_rounded_down_and_can_be_read_again(size: int) -> None:
     again = parse_size(show(size))
     assert again <= size and size - again <= size // 10
+
+
+@pytest.mark.parametrize("size", [0, 1, 1023, KIB, 1536 * KIB, GIB - 1, GIB, GIB + 1, 539246592, 5951717376, 1 << 40])
+def test_a_size_that_is_the_least_is_shown_rounded_up(size: int) -> None:
+    again = parse_size(budget.show_up(size)) + 1  # reading rounds a fraction of a byte down
+    assert again > size and again - size <= size // 10 + 2

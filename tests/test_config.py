@@ -1,15 +1,19 @@
 """Settings: who wins, what is refused and how it says so, and what ``auto`` comes to on small machines."""
 
+import os
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from terracekv.daemon import config as config_module
-from terracekv.daemon.config import Config, describe, load_config, read_token, resolve, summary
-from terracekv.tiers.budget import GIB, MIB, Budget, Memory, Space
+from terracekv.daemon.config import Config, describe, load_config, read_token, require_folders, resolve, summary
+from terracekv.tiers import budget
+from terracekv.tiers.budget import GIB, MIB, Budget, Memory, Space, parse_size
 from terracekv.tiers.errors import ConfigError, NoRoom
 
 HOME = {"HOME": "/home/me"}
@@ -101,8 +105,14 @@ def test_variables_that_kubernetes_makes_for_a_service_are_passed_over() -> None
     [
         ("host.size", "0", "every block passes through host"),
         ("disk.size", "0", "set disk.enabled to false"),
-        ("disk.size", "100MiB", "raise disk.size to 516MiB, lower disk.segment to at most 48MiB"),
+        ("host.size", "1", "set 1MiB or more"),
+        ("host.slab", "0", "multiple of 4096"),
+        ("host.slab", "1", "multiple of 4096"),
+        ("host.slab", "5000", "multiple of 4096"),
+        ("disk.size", "100MiB", "raise disk.size to 514.3MiB, lower disk.segment to at most 48.8MiB, or"),
+        ("disk.size", "1MiB", "raise disk.size to 514.3MiB, or set disk.enabled to false"),
         ("disk.segment", "1000", "multiple of 4096"),
+        ("disk.segment", "4096", "8192 at the least"),
         ("host.size", "8GoB", "is not a size such as 8GiB"),
         ("disk.segment", "auto", "is not a size"),
         ("disk.direct", "maybe", "one of auto, on, off"),
@@ -202,9 +212,61 @@ def test_too_large_a_size_is_refused_with_the_largest_that_fits() -> None:
         resolve(load(disk__size="10GiB"), room(disk=10 * GIB))
 
 
-def test_a_disk_too_small_for_its_segments_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"disk.size 256MiB holds 1 segments of disk.segment 256MiB"):
-        resolve(load(), room(disk=1 * GIB + 256 * MIB))
+@pytest.mark.fault(79)
+def test_a_disk_too_full_for_auto_is_refused_with_the_numbers_and_the_knobs() -> None:
+    for free, comes_to in ((1 * GIB + 256 * MIB, "256MiB"), (512 * MIB, "0B")):
+        with pytest.raises(
+            NoRoom, match=f"disk.size auto comes to {comes_to}: /home/me has {budget.show(free)} free"
+        ) as caught:
+            resolve(load(), room(disk=free))
+        assert "disk.free_floor 1GiB" in caught.value.message
+        for knob in ("disk.path", "disk.size", "disk.free_floor", "disk.enabled"):
+            assert knob in caught.value.hint
+
+
+def test_the_disk_sizes_that_a_refusal_names_do_work() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(disk__size="100MiB")
+    enough, segment = re.findall(r"[0-9.]+MiB", caught.value.hint)
+    load(disk__size=enough)
+    load(disk__size="100MiB", disk__segment=str(parse_size(segment) // 4096 * 4096))
+
+
+def test_a_slab_larger_than_the_arena_is_refused() -> None:
+    with pytest.raises(ConfigError, match="host.slab is 8MiB, more than host.size 4MiB"):
+        resolve(load(host__size="4MiB", host__slab="8MiB"), room())
+
+
+@pytest.mark.parametrize("size", [1 * MIB, 1 * MIB + 1, 1_000_000_000])
+def test_any_size_of_an_arena_is_cut_into_whole_pages(size: int) -> None:
+    host = resolve(load(host__size=str(size)), room()).host
+    assert host.size == size and host.slab and host.slab % 4096 == 0 and host.slab <= size
+
+
+@pytest.mark.fault(83)
+@pytest.mark.parametrize("key", ["daemon.runtime_dir", "daemon.state_dir", "disk.path"])
+def test_a_folder_that_cannot_be_made_is_refused_by_its_setting(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    fine = {"daemon.runtime_dir": str(tmp_path / "run"), "daemon.state_dir": str(tmp_path / "state" / "deep")}
+    require_folders(load_config(None, fine, HOME))
+    config = load_config(None, fine | {key: str(file / "below")}, HOME)
+    with pytest.raises(ConfigError, match=rf"{key} is .*below \(flag --set\), and .*file is no folder") as caught:
+        require_folders(config)
+    assert key in caught.value.hint
+    assert not (tmp_path / "run").exists() and not (tmp_path / "state").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_who_may_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(daemon__runtime_dir=str(tmp_path), daemon__state_dir=str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write anywhere
+    with pytest.raises(ConfigError, match=f"cannot be written by this user .uid {os.getuid()}"):
+        require_folders(config)
+    monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(ConfigError, match="is on a file system mounted read-only"):
+        require_folders(config)
 
 
 @pytest.mark.fault(34)

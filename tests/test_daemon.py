@@ -262,3 +262,35 @@ def test_lookups_do_not_wait_for_eight_reads_that_stand_still(daemon: Daemon) ->
         for _ in range(50):
             found = client.lookup(in_host)
             assert (found.blocks, found.reason) == (512, None)
+
+
+@pytest.mark.parametrize("name", ["arena", "slots", "engine.sock"])
+def test_a_file_that_engines_need_and_somebody_removed_is_missed_at_once(daemon: Daemon, name: str) -> None:
+    assert daemon.http("/readyz")[0] == 200
+    (daemon.runtime / name).unlink()
+    until(lambda: daemon.http("/readyz")[0] == 503, "the daemon noticed")
+    assert f"{name} in {daemon.runtime} was removed" in str(daemon.http("/readyz")[1])
+    assert [line for line in daemon.errors() if name in line]
+    daemon.log.write_text("")
+
+
+def test_a_host_tier_counts_what_it_served(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        chain = client.chain(1, 8)
+        client.put(chain)
+        assert client.get(chain).blocks == 8
+    assert daemon.http("/v1/status")[1]["tiers"]["host"]["counters"]["hits"] == 8
+
+
+def test_a_state_folder_that_cannot_be_written_refuses_new_namespaces_and_keeps_the_old(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        (daemon.state / "state" / "namespaces.new").mkdir()
+        with daemon.client(model="another") as other:
+            assert not other.joined and "cannot be noted" in str(other.last_trouble)
+        chain = client.chain(1, 8)
+        assert client.put(chain).stored == 8
+
+
+def test_a_model_without_a_name_is_refused(daemon: Daemon) -> None:
+    with daemon.client(model="") as client:
+        assert not client.joined and "model: empty" in str(client.last_trouble)

@@ -85,6 +85,9 @@ def test_a_read_that_fails_is_never_a_loaded_block(worlds: Worlds, fault: str) -
         again = Arrivals()
         w.store.acquire(w.namespace, ids_of(1), again)
         await w.idle()
+        if fault == "EIO":  # of the pages themselves: the block is not listed any more
+            assert again.came == {} and w.store.lookup(w.namespace, [key(1)]).blocks == 0
+            return
         assert w.right(again.came[0], ids_of(1)[0]) and w.store.stats.loaded["disk"] == 1
         w.host.release(again.slots)
 

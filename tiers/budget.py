@@ -200,9 +200,18 @@ def require_all(room: Budget, host_bytes: int, disk_bytes: int, floor_bytes: int
 
 def show(size: int) -> str:
     """Bytes for people, rounded down so that what is shown also fits: ``1.5GiB``."""
+    return _shown(size, 0)
+
+
+def show_up(size: int) -> str:
+    """Like ``show``, rounded up, so that what is shown is enough."""
+    return _shown(size, 1)
+
+
+def _shown(size: int, up: int) -> str:
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(size) >= unit:
-            tenths = size * 10 // unit
+            tenths = (size * 10 + up * (unit - 1)) // unit
             return f"{tenths // 10}{name}" if tenths % 10 == 0 else f"{tenths / 10:.1f}{name}"
     return f"{size}B"
 

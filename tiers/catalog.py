@@ -352,7 +352,7 @@ class Catalog:
             raise
         except lmdb.Error as error:
             self.sound = self.sound and not isinstance(error, _BROKEN)
-            raise TierDown(f"the catalog failed: {error}", "if a restart does not help, remove its folder") from error
+            raise TierDown(f"the catalog failed: {error}", "make room; if that is not it, remove its folder") from error
 
     def _write(self, change: Callable[[lmdb.Transaction], T], records: int, spend_reserve: bool = False) -> T:
         """Do ``change`` in one transaction, growing the map first or again as needed; it may run more than once.

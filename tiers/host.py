@@ -75,16 +75,14 @@ class HostTier:
 
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``. O(1) a block."""
-        space = self._spaces.get(namespace.stamp)
-        if space is None:
+        if (space := self._spaces.get(namespace.stamp)) is None:
             return 0
         with self._lock:
             return space.order.leading(ids)
 
     def absent(self, namespace: Namespace, ids: Sequence[bytes]) -> list[int]:
         """Indices of the ``ids`` that are not here. O(1) a block."""
-        space = self._spaces.get(namespace.stamp)
-        if space is None:
+        if (space := self._spaces.get(namespace.stamp)) is None:
             return list(range(len(ids)))
         with self._lock:
             return [index for index, id in enumerate(ids) if id not in space.order]
@@ -178,10 +176,12 @@ class HostTier:
                         self._table.free(record)
             return sum(map(len, self._orphans.values()))
 
-    def acquire(self, namespace: Namespace, ids: Sequence[bytes], *, touch: bool = True) -> list[Slot | None]:
+    def acquire(
+        self, namespace: Namespace, ids: Sequence[bytes], *, serving: bool = False, touch: bool = True
+    ) -> list[Slot | None]:
         """One more lease on each block that is here; None for those that are not. Ends with ``release``.
 
-        A slot of ``unverified`` must pass ``verify`` before its bytes are believed. ``touch``: it counts as a use.
+        A slot of ``unverified`` must pass ``verify`` first. ``serving``: they count as hits; ``touch``: as used now.
         """
         with self._lock:
             if (space := self._spaces.get(namespace.stamp)) is None:
@@ -198,15 +198,15 @@ class HostTier:
                 record = place * RECORD_BYTES
                 self._leases[record] = self._leases.get(record, 0) + 1
                 slots.append(self._table.slot(record))
+            self.counters.hits += serving * (len(ids) - slots.count(None))
             return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
         """End one lease on each slot."""
         with self._lock:
             for slot in slots:
-                count = self._leases[slot.record] - 1
-                if count:
-                    self._leases[slot.record] = count
+                self._leases[slot.record] -= 1
+                if self._leases[slot.record]:
                     continue
                 del self._leases[slot.record]
                 if slot.record in self._doomed:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from terracekv.daemon.http_client import Door
-from terracekv.tests.harness import Daemon, until
+from terracekv.tests.harness import Daemon, payload_of, until
 from terracekv.tests.s3_stub import BUCKET, S3Stub
 from terracekv.tests.seaweed import program, seaweed
 
@@ -71,6 +71,17 @@ def test_what_one_daemon_stored_another_loads(daemon: Opened) -> None:
         assert other.lookup(keys).per_tier == {"host": 16, "s3": 16}
     with daemon("c").client() as third:
         assert third.get(keys).blocks == 16, "a load without a lookup before asks by itself"
+    d = daemon("d")
+    with d.client():
+        (space,) = ask(d, "GET", "/v1/namespaces")["namespaces"]
+        question = {"namespace": space["namespace_id"], "keys": [key.hex() for key in keys]}
+        assert ask(d, "POST", "/v1/lookup", question | {"deadline_ms": 0})["first_miss"]["reason"] == "deadline"
+        answer = ask(d, "POST", "/v1/lookup", question | {"deadline_ms": 5000})
+        assert answer["matched_blocks"] == 16 and answer["tiers"]["s3"]["blocks"] == 16
+        body = Door(d.runtime).exchange("GET", f"/v1/namespaces/{space['namespace_id']}/blocks/{keys[3].hex()}")
+        assert body == payload_of(keys[3], 4096)
+        done = ask(d, "POST", "/v1/prefetch", question)["done"]
+        assert done == {"host": {"present": 1}, "s3": {"coming": 15}}
     status = s3_of(b)
     assert (status["mode"], status["flow"]["promoted"], status["details"]["breaker"]) == ("up", 16, "closed")
     assert status["details"]["questions"] >= 1 and status["bandwidth"]["read"]["measured"]
@@ -80,7 +91,7 @@ def test_what_one_daemon_stored_another_loads(daemon: Opened) -> None:
     assert b.errors() == []
 
 
-@pytest.mark.fault(108)
+@pytest.mark.fault(28)
 def test_a_tenant_of_a_daemon_with_another_secret_reads_nothing(daemon: Opened, stub: S3Stub, tmp_path: Path) -> None:
     a = daemon("a")
     with a.client(credential=b"tenant") as client:
