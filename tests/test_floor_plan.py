@@ -29,6 +29,7 @@ LIBRARIES = {
     "msgspec": {
         "connector/connection.py",
         "daemon/config.py",
+        "daemon/doctor_trial.py",
         "daemon/engine_door.py",
         "daemon/http_messages.py",
         "daemon/http_queries.py",
