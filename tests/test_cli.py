@@ -23,7 +23,7 @@ TIER = {"mode": "tmpfs", "capacity_bytes": 64 * MIB, "used_bytes": 16 * MIB, "bl
 NAMESPACE = {"namespace_id": "ab" * 32, "epoch": 3, "registered": True, "model": "tiny-llama", "dtype": "bfloat16"}
 NAMESPACE |= {"revision": "main"}
 SESSION = {"engine": "vllm-7", "pid": 4711, "age_s": 3725.0, "model": "tiny-llama", "shard": None}
-STATUS = {
+STATUS: dict[str, Any] = {
     "version": "9.8.7",
     "pid": 99,
     "uptime_s": 65.0,
