@@ -75,13 +75,8 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     background = [threading.Thread(target=tiers.arena.prepare, name="arena-prepare", daemon=True)]
     if tiers.disk is not None and tiers.disk.rebuilding:
         background.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
-    movers = [mover]
-    far = None
-    if tiers.s3 is not None:
-        assert config.s3.queue is not None
-        movers.append(Mover(threads=config.s3.threads + 1, queue_bytes=config.s3.queue))
-        rate = config.s3.prefill_tokens_per_s
-        far = Distant(tiers.s3, movers[1], admission=config.s3.admission, prefill_tokens_per_s=rate)
+    far = _distant(config, tiers)
+    movers = [mover, far.mover] if far is not None else [mover]
     store = Store(
         namespaces=tiers.namespaces,
         host=tiers.host,
@@ -101,7 +96,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     probing = None
     try:
         if tiers.s3 is not None:
-            probing = await _probe(tiers.s3, movers[1], stop)
+            probing = await _probe(tiers.s3, movers[-1], stop)
         await engine.listen()
         await http.listen()
     except BaseException:
@@ -138,6 +133,16 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         thread.join(1.0)
     log.info("stopped; the arena stays warm in %s", config.daemon.runtime_dir)
     return _verdict(probing)
+
+
+def _distant(config: Config, tiers: Tiers) -> Distant | None:
+    """The bucket with workers of its own, if there is one."""
+    if tiers.s3 is None:
+        return None
+    assert config.s3.queue is not None
+    mover = Mover(threads=config.s3.threads + 1, queue_bytes=config.s3.queue)
+    rate = config.s3.prefill_tokens_per_s
+    return Distant(tiers.s3, mover, admission=config.s3.admission, prefill_tokens_per_s=rate)
 
 
 async def _probe(tier: "S3Tier", mover: Mover, stop: asyncio.Event) -> "asyncio.Future[ConfigError | bool]":

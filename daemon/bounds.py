@@ -70,8 +70,8 @@ def check_disk_auto(room: Budget, size: int, floor: int, segment: int) -> None:
     if size < least:
         raise NoRoom(
             f"disk.size auto comes to {show(size)}: {room.disk.path} has {show(room.disk_free)} free, of which it "
-            f"takes a quarter and leaves disk.free_floor {show(floor)}; with disk.segment {show(segment)} {show_up(least)} are "
-            "the least",
+            f"takes a quarter and leaves disk.free_floor {show(floor)}; with disk.segment {show(segment)} "
+            f"{show_up(least)} are the least",
             f"free some space there, point disk.path at another disk, set disk.size (and a lower disk.free_floor), "
             f"{_lower_segment(size)}or set disk.enabled to false",
         )

@@ -1,12 +1,12 @@
 """The command ``terracekv``: run a daemon, or ask one that runs. The only ``import typer`` and ``import rich``.
 
 Owns the terminal and the exit status: 0 done, 1 it could not be done, 2 the command line was wrong. Called by a
-person's shell. Imports ``config``, ``http_client`` and ``errors``; what only one command needs (the daemon, the
-doctor, tables) is imported in it, so that the others start at once and ``serve`` carries none of it along.
+person's shell. Imports ``cli_text``, ``config``, ``http_client`` and ``errors``; what only one command needs (the
+daemon, the doctor, the bucket, tables) is imported in it, so that the others start at once and ``serve`` carries none
+of it along.
 """
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -15,10 +15,18 @@ from typing import Annotated, Any
 
 import typer
 
-from terracekv.daemon.config import Config, describe, load_config, resolve, survey, version
-from terracekv.daemon.http_client import Door, NotRunning
+from terracekv.daemon.cli_text import age, printable, read_tokens, sentence, short
+from terracekv.daemon.config import Config, describe, load_config, require_folders, resolve, survey, version
+from terracekv.daemon.http_client import PROMPT_S, Answered, Door
 from terracekv.tiers.budget import show
-from terracekv.tiers.errors import BadRequest, ConfigError, TerraceError
+from terracekv.tiers.errors import ConfigError, TerraceError
+
+BAR = 10
+ID_DIGITS = 12
+ROWS_MAX = 20
+"""Namespaces and sessions that a person is shown."""
+COMMANDS = {"GET /v1/namespaces": "terracekv status", "POST /v1/lookup": "terracekv lookup"}
+"""What a route that the daemon advises is called here."""
 
 app = typer.Typer(
     help="A tiered KV-cache store for LLM inference: run its daemon, or ask one that runs.",
@@ -48,9 +56,13 @@ def main() -> None:
     try:
         app()
     except TerraceError as error:
-        _fail(error.message, error.hint)
+        hint = error.hint
+        for route, command in COMMANDS.items():
+            hint = hint.replace(route, command)
+        _fail(error.message, hint)
     except OSError as error:
-        _fail(str(error), "")
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(f"{where}{error.strerror or error}", "see who may read and write there, and whether it has room")
 
 
 @app.callback(invoke_without_command=True)
@@ -58,7 +70,7 @@ def options(
     show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     if show_version:
-        typer.echo(f"terracekv {version()}")
+        _say(f"terracekv {version()}")
         raise typer.Exit
 
 
@@ -67,7 +79,9 @@ def serve(config: ConfigFile = None, settings: Settings = None) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C."""
     from terracekv.daemon.__main__ import run
 
-    raise typer.Exit(run(_load(config, settings)))
+    loaded = _load(config, settings)
+    require_folders(loaded)
+    raise typer.Exit(run(loaded))
 
 
 @app.command()
@@ -77,8 +91,8 @@ def status(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Show what a running daemon holds: tiers, hits, sessions, namespaces."""
-    door = _door(config, settings)
+    """Show what a daemon holds: tiers, hits, sessions, namespaces."""
+    door = Door(_load(config, settings).daemon.runtime_dir, PROMPT_S)
     _wait_until_ready(door, wait)
     answer = door.ask("GET", "/v1/status")
     if as_json:
@@ -100,19 +114,19 @@ def health(
 def lookup(
     tokens: Tokens, namespace: Name, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
 ) -> None:
-    """Ask how many leading blocks of a prompt are here, where, and why not more."""
-    question = {"namespace": namespace, "tokens": _read_tokens(tokens)}
+    """Ask how much of a prompt is here, where, and why not more."""
+    question = {"namespace": namespace, "tokens": read_tokens(tokens)}
     answer = _door(config, settings).ask("POST", "/v1/lookup", question)
     if as_json:
         return _print_json(answer)
-    typer.echo(
+    _say(
         f"matched {answer['matched_blocks']} of {answer['asked_blocks']} blocks, {answer['matched_tokens']:,} tokens "
         f"({answer['block_tokens']} a block), {show(answer['bytes'])}, about {answer['load_ms']:.1f} ms to load"
     )
     for tier, counts in answer["tiers"].items():
-        typer.echo(f"  from {tier} or above: {counts['blocks']} blocks, {counts['tokens']:,} tokens")
+        _say(f"  from {tier} or above: {counts['blocks']} blocks, {counts['tokens']:,} tokens")
     if answer["first_miss"]:
-        typer.echo(f"first miss: block {answer['first_miss']['index']}, {answer['first_miss']['reason']}")
+        _say(f"first miss: block {answer['first_miss']['index']}, {answer['first_miss']['reason']}")
 
 
 @app.command()
@@ -138,7 +152,7 @@ def pin(
     settings: Settings = None,
 ) -> None:
     """Hold a prompt's blocks in host memory for a while."""
-    question = {"namespace": namespace, "tokens": _read_tokens(tokens), "ttl_s": ttl}
+    question = {"namespace": namespace, "tokens": read_tokens(tokens), "ttl_s": ttl}
     _print_done(_door(config, settings).ask("POST", "/v1/pin", question), as_json)
 
 
@@ -147,13 +161,16 @@ def unpin(
     tokens: Tokens, namespace: Name, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
 ) -> None:
     """Let go of what was pinned."""
-    question = {"namespace": namespace, "tokens": _read_tokens(tokens)}
+    question = {"namespace": namespace, "tokens": read_tokens(tokens)}
     _print_done(_door(config, settings).ask("POST", "/v1/unpin", question), as_json)
 
 
 @app.command()
 def doctor(as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None) -> None:
-    """Look at this machine and at the daemon, if one runs; say what to change. Exit status 1 if anything fails."""
+    """Look at this machine and its daemon; say what to change.
+
+    Exit status 1 if anything fails.
+    """
     from terracekv.daemon.doctor import examine
 
     findings = list(examine(_load(config, settings)))
@@ -161,9 +178,9 @@ def doctor(as_json: AsJson = False, config: ConfigFile = None, settings: Setting
         _print_json([finding.as_dict() for finding in findings])
     else:
         for finding in findings:
-            typer.echo(f"{finding.state.upper():5}{finding.what}: {finding.says}")
+            _say(f"{finding.state.upper():5}{finding.what}: {finding.says}")
             if finding.advice:
-                typer.echo(f"     -> {finding.advice}")
+                _say(f"     -> {finding.advice}")
     raise typer.Exit(any(finding.state == "fail" for finding in findings))
 
 
@@ -176,7 +193,7 @@ def show_config(as_json: AsJson = False, config: ConfigFile = None, settings: Se
         return _print_json(table)
     width = max(len(_shown(key, entry["value"])) for key, entry in table.items())
     for key, entry in table.items():
-        typer.echo(f"{key:20} {_shown(key, entry['value']):{width}}  {entry['source']}")
+        _say(f"{key:20} {_shown(key, entry['value']):{width}}  {entry['source']}")
 
 
 @bucket_commands.command("ls")
@@ -192,7 +209,7 @@ def list_bucket(
     for row in rows:
         typer.echo(
             f"{row['namespace_id'][:16]} {row['epoch']:>4} {row['key']}.{row['shard']} {show(row['bytes'])}"
-            f" {_age(row['age_s'])}"
+            f" {age(row['age_s'])}"
         )
 
 
@@ -207,7 +224,7 @@ def measure_bucket(as_json: AsJson = False, config: ConfigFile = None, settings:
     for row in rows:
         typer.echo(
             f"{row['namespace_id']} epoch {row['epoch']}{'' if row['current'] else ' (flushed)'}: "
-            f"{row['objects']:,} objects, {show(row['bytes'])}, {_age(row['newest_s'])} to {_age(row['oldest_s'])} old"
+            f"{row['objects']:,} objects, {show(row['bytes'])}, {age(row['newest_s'])} to {age(row['oldest_s'])} old"
         )
     if not rows:
         typer.echo("no blocks")
@@ -265,7 +282,9 @@ def _load(file: Path | None, settings: list[str] | None) -> Config:
 
 
 def _door(file: Path | None, settings: list[str] | None) -> Door:
-    return Door(_load(file, settings).daemon.runtime_dir)
+    door = Door(_load(file, settings).daemon.runtime_dir)
+    door.greet()
+    return door
 
 
 def _wait_until_ready(door: Door, seconds: float) -> None:
@@ -276,7 +295,7 @@ def _wait_until_ready(door: Door, seconds: float) -> None:
             return
         except TerraceError as error:
             if time.monotonic() >= until:
-                if seconds or isinstance(error, NotRunning):
+                if seconds or not isinstance(error, Answered):
                     raise
                 return  # it runs, and its status says why it is not ready
         time.sleep(0.05)
@@ -290,33 +309,34 @@ def _print_status(answer: dict[str, Any]) -> None:
     # Nobody looks at the width of a pipe, and a table cut to 80 columns is of no use to grep.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     state = "ready" if answer["ready"] else f"not ready: {'; '.join(answer['not_ready'])}"
-    console.print(f"TerraceKV {answer['version']}, process {answer['pid']}, up {_age(answer['uptime_s'])}, {state}")
-    console.print(_lookups(answer["lookups"]))
+    _say(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}")
+    _say(sentence(answer["lookups"]))
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("tier", "mode", "used", "", "of", "blocks", "leased", "hits", "misses", "evicted"):
-        table.add_column(name, justify="left" if name in ("tier", "mode", "") else "right")
+        table.add_column(name, justify="left" if name in ("tier", "mode", "") else "right", no_wrap=True)
     for name, tier in answer["tiers"].items():
         used, capacity, counters = tier["used_bytes"], tier["capacity_bytes"], tier["counters"]
         of = show(capacity) if capacity or name != "s3" else "shared"
-        filled = round(20 * used / capacity) if capacity else 0
-        bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (20 - filled), style="dim")
+        filled = min(BAR, round(BAR * used / capacity)) if capacity else 0
+        bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (BAR - filled), style="dim")
         counts = (tier["blocks"], tier["leased_blocks"], counters["hits"], counters["misses"])
         evicted = counters["evictions"].get("capacity", 0)
-        numbers = (f"{count:,}" for count in (*counts, evicted))
+        numbers = (short(count) for count in (*counts, evicted))
         table.add_row(name, tier["mode"], show(used), bar, of, *numbers)
     console.print()
     console.print(table)
     for name, tier in answer["tiers"].items():
         if tier["last_error"]:
-            console.print(f"{name}: last error: {tier['last_error']}", style="red")
-    queue, dropped = answer["queue"], answer["lookups"]["writes_dropped"]
+            console.print(printable(f"{name}: last error: {tier['last_error']}"), style="red")
+    queue, counts = answer["queue"], answer["lookups"]
     console.print(
-        f"write-through queue: {show(queue['bytes'])} of {show(queue['bytes_max'])}, {dropped:,} blocks dropped"
+        f"write-through queue: {show(queue['bytes'])} of {show(queue['bytes_max'])}, "
+        f"{counts['writes_dropped']:,} blocks dropped, {counts['writes_failed']:,} failed"
     )
 
-    columns = {"model": "model", "namespace": "namespace_id", "tokens": "block_tokens", "block": "block_bytes"}
-    columns |= {"dtype": "dtype", "shards": "shards", "epoch": "epoch"}
+    columns = {"model": "model", "revision": "revision", "namespace": "namespace_id", "tokens": "block_tokens"}
+    columns |= {"block": "block_bytes", "dtype": "dtype", "shards": "shards", "epoch": "epoch"}
     _print_rows(console, "namespaces", answer["namespaces"], columns)
     columns = {"engine": "engine", "pid": "pid", "age": "age_s", "model": "model", "shard": "shard"}
     columns |= {"leased": "leased_blocks", "pending": "pending_blocks", "reserved": "reserved_blocks"}
@@ -329,42 +349,23 @@ def _print_rows(console: Any, title: str, rows: list[dict[str, Any]], columns: d
     if not rows:
         console.print(f"no {title}")
         return
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
+    for name in columns:
+        wide = name in ("model", "revision", "engine")
+        table.add_column(name, no_wrap=not wide, overflow="fold" if wide else "ellipsis")
     shown: dict[str, Callable[[Any], str]] = {
-        "namespace_id": lambda value: str(value)[:16],
+        "namespace_id": lambda value: str(value)[:ID_DIGITS],
+        "revision": lambda value: value if len(value) <= ID_DIGITS else value[:ID_DIGITS] + "\u2026",
         "block_bytes": show,
-        "age_s": _age,
+        "age_s": age,
         "shard": lambda value: "all" if value is None else str(value),
     }
-    for row in rows:
-        table.add_row(*(shown.get(key, str)(row[key]) for key in columns.values()))
+    for row in rows[:ROWS_MAX]:
+        table.add_row(*(printable(shown.get(key, str)(row[key])) for key in columns.values()))
     console.print()
     console.print(table)
-
-
-def _lookups(counts: dict[str, Any]) -> str:
-    asked, matched = counts["asked_blocks"], counts["matched_blocks"]
-    share = f" ({matched / asked:.1%})" if asked else ""
-    split = ", ".join(f"{tier} {blocks:,}" for tier, blocks in counts["matched"].items())
-    return f"{counts['lookups']:,} lookups found {matched:,} of {asked:,} blocks{share}: {split}"
-
-
-def _age(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s" if minute else f"{second} s"
-
-
-def _read_tokens(source: str) -> list[int]:
-    """Token ids as a JSON list, or as numbers between blanks, commas or line ends."""
-    text = sys.stdin.read() if source == "-" else Path(source).read_text()
-    words = re.sub(r"[\[\],]", " ", text).split()
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise BadRequest(
-            f"{source} holds what is no token id: {error}", "write numbers, or a JSON list of them"
-        ) from None
+    if len(rows) > ROWS_MAX:
+        console.print(f"and {len(rows) - ROWS_MAX:,} more (terracekv status --json has all)")
 
 
 def _shown(key: str, value: Any) -> str:
@@ -377,10 +378,10 @@ def _print_done(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         return _print_json(answer)
     for tier, counts in answer["done"].items():
-        typer.echo(f"{tier}: " + (", ".join(f"{verb} {count:,}" for verb, count in counts.items()) or "nothing"))
+        _say(f"{tier}: " + (", ".join(f"{verb} {count:,}" for verb, count in counts.items()) or "nothing"))
     for reason, count in answer["skipped"].items():
         if count:
-            typer.echo(f"skipped {count:,}: {reason}")
+            _say(f"skipped {count:,}: {reason}")
 
 
 def _print_json(answer: object) -> None:
@@ -388,7 +389,11 @@ def _print_json(answer: object) -> None:
 
 
 def _fail(message: str, hint: str) -> None:
-    typer.echo(f"terracekv: {message}", err=True)
+    _say(f"terracekv: {message}", err=True)
     if hint:
-        typer.echo(f"  hint: {hint}", err=True)
+        _say(f"  hint: {hint}", err=True)
     sys.exit(1)
+
+
+def _say(line: str, err: bool = False) -> None:
+    typer.echo(printable(line), err=err)

@@ -1,27 +1,24 @@
 """The doctor: looks at the machine and at a running daemon, and says what to change.
 
 Owns nothing; leaves nothing behind but one small namespace of its own in a daemon that it tried out. Called by
-``cli`` in its own process, never by the daemon. Imports ``config``, ``bucket_view``, ``http_client``, ``protocol`` and
-``tiers.budget``.
+``cli`` in its own process, never by the daemon. Imports ``config``, ``bucket_view``, ``http_client``, ``doctor_trial``
+and ``tiers.budget``.
 """
 
-import contextlib
 import importlib.util
 import mmap
 import os
 import platform
 import resource
-import socket
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from terracekv.daemon import protocol
-from terracekv.daemon.config import Config, describe, resolve, summary, survey, version
-from terracekv.daemon.http_client import Answered, Door, NotRunning
+from terracekv.daemon.config import Config, describe, require_folders, resolve, summary, survey, version
+from terracekv.daemon.doctor_trial import Finding, round_trips
+from terracekv.daemon.http_client import PROMPT_S, Answered, Door, NotRunning, Silent
 from terracekv.tiers.budget import Budget, show
 from terracekv.tiers.errors import TerraceError
 from terracekv.tiers.tier import PAGE
@@ -31,29 +28,13 @@ S3_LIBRARIES = ("boto3", "zstandard")
 NOT_BUILT = "the gpu tier is not in this version"
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "glusterfs"}
 FILES_MIN = 1024
-HELLO_S = 5.0
 BUCKET_S = 5.0
-BYTES = {"Content-Type": "application/octet-stream"}
-BLOCK = protocol.Layout("ND", "latent", 2, (protocol.LayerGroup(1, (16, 128), protocol.dense_strides((16, 128), 2)),))
-"""The block that is tried out: one page."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at. ``fail``: something will not work; ``warn``: it works, but less well than it could."""
-
-    what: str
-    state: Literal["ok", "warn", "fail"]
-    says: str
-    advice: str = ""
-
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def examine(config: Config) -> Iterator[Finding]:
     """All findings, one by one as they are made. ``config`` need not be resolved."""
     yield from _versions()
+    yield from _folders(config)
     room = survey(config)
     yield from _settings(config, room)
     yield from _memory(room)
@@ -65,14 +46,14 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from _limits()
     door = Door(config.daemon.runtime_dir)
     try:
-        running = door.ask("GET", "/v1/status")
+        running = door.ask("GET", "/v1/status", timeout_s=PROMPT_S)
     except NotRunning as nobody:
         yield Finding("daemon", "ok", f"none runs here ({nobody.message})", "start one with: terracekv serve")
         return
-    except Answered as refused:
+    except (Answered, Silent) as refused:
         yield Finding("daemon", "fail", refused.message, refused.hint)
         return
-    yield from _running(config, room, running)
+    yield from _running(config, running)
     tiers = list(running["tiers"])
     if running["tiers"][tiers[-1]]["mode"] in ("down", "read-only"):
         tiers = tiers[:1]  # nothing can be made durable now
@@ -93,6 +74,13 @@ def _versions() -> Iterator[Finding]:
         yield Finding("versions", "ok", says)
     torch = "is installed" if importlib.util.find_spec("torch") else "is not installed"
     yield Finding("optional parts", "ok", f"torch {torch} (only engines need it); {NOT_BUILT}")
+
+
+def _folders(config: Config) -> Iterator[Finding]:
+    try:
+        require_folders(config)
+    except TerraceError as error:
+        yield Finding("folders", "fail", error.message, error.hint)
 
 
 def _settings(config: Config, room: Budget) -> Iterator[Finding]:
@@ -201,95 +189,30 @@ def _limits() -> Iterator[Finding]:
     yield Finding("locked memory", "ok", f"limit {shown}; nothing is locked by this version")
 
 
-def _running(config: Config, room: Budget, running: dict[str, Any]) -> Iterator[Finding]:
+def _running(config: Config, running: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("daemon", "ok", f"version {running['version']} answers at {config.daemon.runtime_dir}")
     if running["version"] != version():
         advice = "restart the daemon to bring it up to date"
         yield Finding("daemon", "warn", f"it is {running['version']}, this command {version()}", advice)
-    try:
-        ours, theirs = describe(resolve(config, room)), running["config"]
-    except TerraceError:
-        return
-    for key, mine in ours.items():
-        its = theirs.get(key, mine)
-        if its["value"] != mine["value"] and not str(mine["source"]).startswith("auto"):
-            says = (
-                f"{key} is {its['value']!r} in the daemon ({its['source']}), {mine['value']!r} here ({mine['source']})"
-            )
-            yield Finding("settings", "warn", says, "give both the same settings, or restart the daemon")
+    if running["not_ready"]:
+        yield Finding("daemon", "warn", f"it is not ready: {'; '.join(running['not_ready'])}")
+    yield from _differences(describe(config), running["config"])
     for name, tier in running["tiers"].items():
         if tier["last_error"]:
             yield Finding(f"{name} tier", "warn", f"mode {tier['mode']}; last error: {tier['last_error']}")
 
 
-def round_trips(runtime_dir: Path, door: Door, tiers: list[str]) -> Iterator[Finding]:
-    """Store a block in the running daemon, read it back from each tier, delete it."""
-    try:
-        with _session(runtime_dir / "engine.sock") as welcome:
-            yield Finding("engine door", "ok", f"session {welcome.session}, arena of {show(welcome.arena_bytes)}")
-            namespace = welcome.namespace_id.hex()
-    except (OSError, TerraceError) as error:
-        yield Finding("engine door", "fail", f"no session: {error}", "look at the daemon's log")
-        return
-    route = f"/v1/namespaces/{namespace}/blocks/{os.urandom(32).hex()}/0"
-    payload = os.urandom(BLOCK.block_bytes)
-    try:
-        door.exchange("PUT", f"{route}?durable={int(len(tiers) > 1)}", payload, BYTES)
-        for depth, tier in enumerate(tiers):
-            # A tier below host is read once those above it have forgotten the block.
-            for above in tiers[:depth]:
-                door.ask("POST", "/v1/flush", {"namespace": namespace, "tier": above})
-            yield _compare(tier, payload, _read(door, route))
-        door.exchange("DELETE", route)
-        if _read(door, route) is not None:
-            yield Finding("delete", "fail", "a deleted block can still be read", "look at the daemon's log")
-    except TerraceError as error:
-        yield Finding("round trip", "fail", error.message, error.hint)
-
-
-def _compare(tier: str, stored: bytes, found: bytes | None) -> Finding:
-    if found is None:
-        return Finding(f"{tier} tier", "fail", "a block that was stored is not found again", "look at the daemon's log")
-    if found != stored:
-        return Finding(f"{tier} tier", "fail", "a block that was stored came back with other bytes", "do not use it")
-    return Finding(f"{tier} tier", "ok", f"a block of {show(len(stored))} was stored and came back the same")
-
-
-def _read(door: Door, route: str) -> bytes | None:
-    try:
-        return door.exchange("GET", route)
-    except Answered as error:
-        if error.status == 404:
-            return None
-        raise
-
-
-@contextlib.contextmanager
-def _session(path: Path) -> Iterator[protocol.Welcome]:
-    """A session of an engine, as short as it can be; it makes the doctor's namespace known."""
-    hello = protocol.Hello(
-        version=protocol.VERSION,
-        probe=protocol.PROBE,
-        model="terracekv/doctor",
-        revision="1",
-        dtype="bytes",
-        block_tokens=16,
-        layout=BLOCK,
-        shards=1,
-        shard=0,
-        pid=os.getpid(),
-        engine="terracekv doctor",
-    )
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, connection.makefile("rb") as answers:
-        connection.settimeout(HELLO_S)
-        connection.connect(str(path))
-        connection.sendall(protocol.frame(hello))
-        head = answers.read(protocol.LENGTH.size)
-        if len(head) < protocol.LENGTH.size:
-            raise TerraceError("the daemon closed the connection")
-        answer = protocol.answer_decoder.decode(answers.read(protocol.LENGTH.unpack(head)[0]))
-        if isinstance(answer, protocol.Refused):
-            raise TerraceError(f"refused: {answer.field}: {answer.reason}")
-        if not isinstance(answer, protocol.Welcome):
-            raise TerraceError(f"answered with {type(answer).__name__}")
-        yield answer
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:
+    """Settings that somebody chose, here or there, and that are not the same. ``ours`` are not resolved: what comes of
+    auto differs from hour to hour."""
+    for key, mine in ours.items():
+        its = theirs.get(key, mine)
+        nobody_chose = mine["value"] is None and its["source"].startswith(("auto", "default"))
+        if its["value"] != mine["value"] and not nobody_chose:
+            here = "auto" if mine["value"] is None else repr(mine["value"])
+            yield Finding(
+                "settings",
+                "warn",
+                f"{key} is {its['value']!r} in the daemon ({its['source']}), {here} here ({mine['source']})",
+                "give this command the daemon's settings (--config, --set, TERRACEKV_...), or restart the daemon",
+            )

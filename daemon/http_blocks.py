@@ -19,6 +19,7 @@ from terracekv.daemon.http_messages import (
     go_ahead,
     next_piece,
     parse_key,
+    refuse_encoded,
     reply,
     too_large,
     waits_for_leave,
@@ -82,13 +83,14 @@ class Blocks:
         namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
         tier = self._store.holder(namespace, id)
         if tier is None:
-            raise NotFound("no such block", "")
+            raise NotFound("no such block", "POST /v1/lookup says how much of a chain is here")
         headers = {"Content-Length": str(namespace.block_bytes), TIER: tier, "Accept-Ranges": "bytes"}
         return web.Response(headers=headers, content_type="application/octet-stream")
 
     async def put(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Stream a block into host. 201 when it was stored, 200 when it was there already."""
         namespace, id = self._target(names)
+        refuse_encoded(request)
         wanted = _wanted_checksum(request)
         durable = _flag(request, "durable")
         if durable and not self._store.below:
@@ -168,7 +170,7 @@ class Blocks:
             if wanted is not None and digest != wanted:
                 raise BadRequest(
                     f"the body's checksum is {ALGORITHM}:{digest:016x}, {CHECKSUM} says {ALGORITHM}:{wanted:016x}",
-                    "send it again",
+                    "the body was damaged on its way, or the hash is of other bytes: hash the body and send both again",
                 )
         except BaseException:
             host.abort([slot])
@@ -265,6 +267,8 @@ def _range(request: web.BaseRequest, size: int) -> tuple[int, int]:
     try:
         asked = request.http_range
         first, last, _ = asked.indices(size)
+        if asked.start == 0 and request.headers["Range"].partition("=")[2].strip().startswith("-"):
+            first, last = 0, 0  # the last 0 bytes are none, and not all of them
     except ValueError:
         first, last = 0, 0
     if first >= last:
@@ -289,7 +293,10 @@ def _wanted_checksum(request: web.BaseRequest) -> int | None:
             raise ValueError
         return int(digits, 16)
     except ValueError:
-        raise BadRequest(f"{CHECKSUM}: {text[:80]!r} is not {ALGORITHM}:<16 hex digits>", "") from None
+        raise BadRequest(
+            f"{CHECKSUM}: {text[:80]!r} is not {ALGORITHM}:<16 hex digits>",
+            "send the XXH3 hash of 64 bits of the whole body, or leave the header out",
+        ) from None
 
 
 def _flag(request: web.BaseRequest, name: str) -> bool:

@@ -2,11 +2,15 @@
 
 Owns one connection at a time and no state. Called by ``cli`` and ``doctor`` in their own process, never by the daemon.
 Imports the standard library and ``errors``.
+
+Three things are told apart: no daemon, a daemon that does not answer, and one that answers with an error.
 """
 
 import http.client
 import json
+import os
 import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +18,25 @@ from typing import Any
 from terracekv.tiers.errors import TerraceError
 
 SOCKET = "http.sock"
-TIMEOUT_S = 30.0
+LOCK = "owner.lock"
+PROMPT_S = 3.0
+"""A daemon answers within this what it need not work for, or it hangs."""
+ORDER_S = 75.0
+"""An order may wait for blocks to come up from disk."""
+START_HINT = "start one with: terracekv serve; or check daemon.runtime_dir with: terracekv config"
+_CREDENTIALS = struct.Struct("3i")
 
 
 class NotRunning(TerraceError):
-    """Nobody answers at the socket."""
+    """There is no daemon."""
 
     kind = "not_running"
+
+
+class Silent(TerraceError):
+    """There is a daemon, or something else that has its socket, but no answer can be had of it."""
+
+    kind = "silent"
 
 
 class Answered(TerraceError):
@@ -33,44 +49,81 @@ class Answered(TerraceError):
 
 
 class Door:
-    """The people's door of the daemon whose sockets are in ``runtime_dir``."""
+    """The people's door of the daemon whose sockets are in ``runtime_dir``. Every call raises NotRunning, Silent or
+    Answered when it cannot be done."""
 
-    def __init__(self, runtime_dir: Path, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, runtime_dir: Path, timeout_s: float = ORDER_S) -> None:
         self.path = runtime_dir / SOCKET
+        self._lock = runtime_dir / LOCK
         self._timeout_s = timeout_s
 
-    def ask(self, method: str, route: str, body: object = None) -> dict[str, Any]:
-        """A JSON answer to a JSON question. Raises NotRunning or Answered."""
+    def greet(self) -> None:
+        """Whether the daemon answers, before it is asked what may take long."""
+        self.ask("GET", "/healthz", timeout_s=PROMPT_S)
+
+    def ask(self, method: str, route: str, body: object = None, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """A JSON answer to a JSON question."""
         content = None if body is None else json.dumps(body).encode()
-        answer = self.exchange(method, route, content, {"Content-Type": "application/json"})
+        answer = self.exchange(method, route, content, {"Content-Type": "application/json"}, timeout_s=timeout_s)
         try:
             decoded = json.loads(answer) if answer else {}
         except ValueError:
             decoded = None
         if not isinstance(decoded, dict):
-            raise NotRunning(f"what answers at {self.path} is no TerraceKV daemon", "check daemon.runtime_dir")
+            raise Silent(f"what answers at {self.path} is no TerraceKV daemon", "check daemon.runtime_dir")
         return decoded
 
     def exchange(
-        self, method: str, route: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        route: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> bytes:
-        """Bytes for bytes; see ``ask``."""
-        connection = _UnixConnection(self.path, self._timeout_s)
+        """Bytes for bytes."""
+        connection = _UnixConnection(self.path, timeout_s or self._timeout_s)
         try:
             connection.request(method, route, body, dict(headers or {}))
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as error:
-            hint = "start one with: terracekv serve; or check daemon.runtime_dir with: terracekv config"
-            raise NotRunning(f"no daemon answers at {self.path}: {error}", hint) from None
+            raise self._trouble(error, connection) from None
         finally:
             connection.close()
         if response.status >= 400:
             raise _error(response.status, answer)
         return answer
 
+    def _trouble(self, error: Exception, connection: "_UnixConnection") -> TerraceError:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)):
+            pid = holder(self._lock)
+            if pid is None or isinstance(error, ConnectionRefusedError):
+                return NotRunning(f"no daemon answers at {self.path}: {error.strerror}", START_HINT)
+            return Silent(
+                f"a daemon runs (process {pid}), but there is no socket at {self.path}",
+                "it is starting (terracekv status --wait 30), or somebody removed the socket: then restart it, it "
+                "adopts what it holds",
+            )
+        if isinstance(error, PermissionError):
+            return Silent(f"{self.path} may not be opened by this user", "run this as the user of the daemon")
+        # A stopped process still has its connections taken by the kernel, until so many wait that it refuses more.
+        if isinstance(error, (TimeoutError, BlockingIOError)):
+            pid = connection.peer() or holder(self._lock)
+            who = f"process {pid}" if pid else "of which no process can be seen here"
+            says = f"a daemon is there ({who}) but does not answer within {connection.timeout:g} s at {self.path}"
+            if pid and _is_stopped(pid):
+                return Silent(says, f"its process is stopped: let it go on with: kill -CONT {pid}")
+            return Silent(says, "see its log; if it stays so, kill and restart it: it adopts what it holds")
+        return Silent(
+            f"a daemon is there, but the connection to {self.path} ended: {error!r}", "try again; see its log"
+        )
+
 
 class _UnixConnection(http.client.HTTPConnection):
+    timeout: float
+
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path
@@ -79,6 +132,36 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
+
+    def peer(self) -> int | None:
+        """The process that listens at the other end; None when that cannot be told from here."""
+        try:
+            found = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except OSError:
+            return None
+        return int(_CREDENTIALS.unpack(found)[0]) or None
+
+
+def holder(lock: Path) -> int | None:
+    """The process that holds a locked file, read from the kernel's list: to try the lock would be to take it for a
+    moment, and a daemon that starts in that moment would find the folder owned. None when nobody is seen."""
+    try:
+        found = os.stat(lock)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for fields in map(str.split, lines):
+        if fields[1:2] == ["FLOCK"] and fields[5:6] == [inode] and fields[4].isdigit():
+            return int(fields[4])
+    return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 def _error(status: int, answer: bytes) -> Answered:

@@ -8,13 +8,14 @@ by the permissions of its file; TCP by the token, or by being reachable from thi
 """
 
 import asyncio
+import errno
 import hmac
 import ipaddress
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -34,6 +35,7 @@ from terracekv.daemon.http_messages import (
     Stored,
     Unpin,
     failure,
+    no_room,
     reply,
 )
 from terracekv.daemon.http_queries import EVENTS_TYPE, Queries
@@ -58,6 +60,15 @@ READ_BYTES = 64 << 10
 CANCEL_S = 0.5
 LAG_PERIOD_S = 0.5
 LAG_FADES = 0.95
+UNREADABLE = {
+    "bytes when reading": "the request line and each header may have 8190 bytes: send tokens and keys in the body",
+    "too many headers": "send fewer headers",
+    "transfer-encoding": "send either Content-Length or Transfer-Encoding: chunked, not both",
+    "content-length": "send one Content-Length, a decimal number of bytes, or Transfer-Encoding: chunked",
+    "header": "send headers as NAME: VALUE, one a line",
+}
+"""By words of the library's message: what to do about a request that cannot be read."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 BYTES_TYPE = "application/octet-stream"
 
 
@@ -115,7 +126,7 @@ class HttpDoor:
     async def close(self, grace_s: float) -> None:
         """Take no more connections, end idle ones and event streams at once, give requests ``grace_s`` to finish."""
         self._closing = True
-        self._queries.closing.set()
+        self._queries.close()
         if self._lag_timer is not None:
             self._lag_timer.cancel()
         for _, listener in self._open:
@@ -142,6 +153,7 @@ class HttpDoor:
 
         return _Server(
             handle,
+            lost=self._queries.left,
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=KEEPALIVE_S,
@@ -168,15 +180,18 @@ class HttpDoor:
         except Exception as error:
             self.errors += 1
             log.exception("a request failed: %s %s", request.method, label)
-            response = failure(
-                request, Problem(500, "internal", f"the daemon failed on this request: {error}", "see its log")
-            )
+            response = failure(request, self._own_fault(error))
         finally:
             del self._busy[task]
         if self._closing:
             response.force_close()
         self._metrics.observe(method, label, response.status, time.perf_counter() - started)
         return response
+
+    def _own_fault(self, error: Exception) -> Problem:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return no_room(error, f"{self._config.daemon.state_dir} or {self._config.disk.path}")
+        return Problem(500, "internal", f"the daemon failed on this request: {error}", "see its log")
 
     def _admit(self, request: web.BaseRequest, route: Route, tcp: bool) -> None:
         """Whether this request may be answered at all."""
@@ -302,25 +317,35 @@ class HttpDoor:
 
 
 class _Connection(web.RequestHandler):
-    """Answers what is not HTTP at all in the same form as everything else."""
+    """Answers what is not HTTP at all in the same form as everything else, and says when it is gone."""
+
+    lost: Callable[[web.RequestHandler], None]
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self.lost(self)
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         kind = "bad_request" if status < 500 else "internal"
-        text = (message or str(exc) or "the request cannot be read").partition("\n")[0]
-        response = failure(request, Problem(status, kind, text[:200], "send HTTP/1.1"))
+        text = (message or str(exc) or "the request cannot be read").partition("\n")[0].rstrip(": ")
+        hint = next((hint for part, hint in UNREADABLE.items() if part in text.lower()), "send HTTP/1.1")
+        response = failure(request, Problem(status, kind, text[:200], hint))
         response.force_close()
         return response
 
 
 class _Server(web.Server):
-    def __init__(self, handler: Any, **options: Any) -> None:
+    def __init__(self, handler: Any, *, lost: Callable[[web.RequestHandler], None], **options: Any) -> None:
         super().__init__(handler, **options)
         self._options = options
+        self._lost = lost
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=asyncio.get_running_loop(), **self._options)
+        connection = _Connection(self, loop=asyncio.get_running_loop(), **self._options)
+        connection.lost = self._lost
+        return connection
 
 
 def _is_literal(host: str) -> bool:

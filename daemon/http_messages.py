@@ -180,6 +180,16 @@ def too_large(what: str, size_bytes: int, limit_bytes: int, hint: str) -> Proble
     )
 
 
+def no_room(error: OSError, folders: str) -> Problem:
+    """507 for what the file system would not take. ``folders`` are named when the error names no file."""
+    return Problem(
+        507,
+        "no_room",
+        f"{error.filename or folders} could not be written: {error.strerror}",
+        "free some space there, or make it writable; then repeat the request",
+    )
+
+
 def failure(request: web.BaseRequest, error: TerraceError) -> web.Response:
     """The answer to a request that was not done."""
     status, facts, headers = 500, dict[str, Any](), dict[str, str]()
@@ -276,9 +286,20 @@ async def _collect(request: web.BaseRequest) -> bytes:
     return bytes(body)
 
 
+def refuse_encoded(request: web.BaseRequest) -> None:
+    """A body is read as the bytes that it is sent as, so one that is compressed must not be taken for what it holds."""
+    encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise Problem(
+            415,
+            "unsupported_media_type",
+            f"Content-Encoding: {encoding[:40]!r}: encoded bodies are not read",
+            "send the body as it is, without Content-Encoding",
+        )
+
+
 def _is_packed(request: web.BaseRequest) -> bool:
-    if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise Problem(415, "unsupported_media_type", "compressed bodies are not read", "send the body as it is")
+    refuse_encoded(request)
     if request.content_type in PACK_TYPES:
         return True
     # Asked for by name, so that no web page can make a browser send it to a daemon on the same machine.
@@ -313,8 +334,13 @@ def parse_tokens(raw: bytes) -> "array[int]":
     A long JSON list is cut at commas and parsed in pieces: one call would keep the interpreter for as long as it takes.
     """
     parsed = array("I")
+    wanted = f"tokens: not a list of integers between 0 and {TOKEN_MAX}"
+    hint = "send the token ids as the tokenizer gives them, special tokens included: [1, 15043, 3186]"
     try:
         if raw[:1] + raw[-1:] != b"[]":
+            # In msgpack 0x90 to 0x9f, 0xdc and 0xdd begin a list; no list of JSON gets here, and no text of it is one.
+            if not (0x90 <= raw[0] <= 0x9F or raw[0] in (0xDC, 0xDD)):
+                raise BadRequest(wanted, hint)
             parsed.extend(msgspec.msgpack.decode(raw, type=list[int]))
             return parsed
         start, end = 1, len(raw) - 1
@@ -324,7 +350,7 @@ def parse_tokens(raw: bytes) -> "array[int]":
             parsed.extend(msgspec.json.decode(b"[%b]" % raw[start:stop], type=list[int]))
             start = stop + 1
     except (msgspec.MsgspecError, OverflowError) as error:
-        raise BadRequest(f"tokens: not a list of integers between 0 and {TOKEN_MAX}: {error}", "") from None
+        raise BadRequest(f"{wanted}: {error}", hint) from None
     return parsed
 
 

@@ -52,6 +52,7 @@ class Queries:
         self._store = store
         self._bodies = Bodies()
         self._listeners = 0
+        self._listening: dict[web.RequestHandler, asyncio.Event] = {}
         self.closing = asyncio.Event()
 
     async def lookup(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
@@ -137,8 +138,11 @@ class Queries:
         response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         response.content_type = EVENTS_TYPE
         self._listeners += 1
+        ended = self._listening[request.protocol] = asyncio.Event()
+        if self.closing.is_set() or request.transport is None:
+            ended.set()
         stream = self._store.events.listen(after)
-        closing = asyncio.ensure_future(self.closing.wait())
+        closing = asyncio.ensure_future(ended.wait())
         coming = asyncio.ensure_future(anext(stream))
         try:
             await response.prepare(request)
@@ -157,11 +161,23 @@ class Queries:
             await response.write_eof()
         finally:
             self._listeners -= 1
+            del self._listening[request.protocol]
             closing.cancel()
             coming.cancel()
             await asyncio.wait((coming, closing))
             await stream.aclose()  # type: ignore[attr-defined]
         return response
+
+    def left(self, connection: web.RequestHandler) -> None:
+        """Whoever listened on this connection has gone: its place is free at once."""
+        if connection in self._listening:
+            self._listening[connection].set()
+
+    def close(self) -> None:
+        """End all event streams, and begin none."""
+        self.closing.set()
+        for ended in self._listening.values():
+            ended.set()
 
     def _unknown(self, wanted: Chain) -> Found:
         asked = len(wanted.keys or ())

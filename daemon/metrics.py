@@ -186,7 +186,9 @@ class Metrics(Collector):
     def _flows(self) -> Iterator[Metric]:
         below = self._store.below
         for field, documentation in FLOWS.items():
-            family = CounterMetricFamily(P + "tier_" + NAMES.get(field, field), documentation, labels=["tier"])
+            family = CounterMetricFamily(
+                P + "tier_" + NAMES.get(field, f"{field}_blocks"), documentation, labels=["tier"]
+            )
             for lower in below:
                 family.add_metric([lower.name], getattr(lower.flow, field))
             yield family

@@ -8,7 +8,9 @@ caller counts what it drops. One worker is always left to loads, so a slow disk 
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -124,6 +126,10 @@ class Mover:
             future.cancel()
 
     def _work(self) -> None:
+        with contextlib.suppress(OSError):
+            # Woken by an engine's message, a worker must not push that engine, in the middle of a copy, off its
+            # processor: as a batch thread it takes an idle one, or waits for its turn.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         while (job := self._next()) is not None:
             work, future, store_bytes = job
             result: Any = None

@@ -314,6 +314,7 @@ class Store:
 
     def _promoted(self, namespace: Namespace, id: bytes, source: Lower) -> None:
         """A block came up into host: tiers on its way that have not got it may want it."""
+        self._emit("stored", namespace, [id], tier="host")
         for through in self.through[: self.below.index(source)]:
             through.committed(namespace, [id], False)
 

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from terracekv.daemon.config import describe, load_config
-from terracekv.daemon.http_client import Answered, Door, NotRunning
+from terracekv.daemon.http_client import Answered, Door, NotRunning, Silent
 
 RUN = [sys.executable, "-c", "from terracekv.daemon.cli import main; main()"]
 MIB = 1 << 20
 COUNTERS = {"hits": 1200, "misses": 34, "evictions": {"capacity": 5, "flush": 2}}
 TIER = {"mode": "tmpfs", "capacity_bytes": 64 * MIB, "used_bytes": 16 * MIB, "blocks": 4321, "leased_blocks": 7}
 NAMESPACE = {"namespace_id": "ab" * 32, "epoch": 3, "registered": True, "model": "tiny-llama", "dtype": "bfloat16"}
+NAMESPACE |= {"revision": "main"}
 SESSION = {"engine": "vllm-7", "pid": 4711, "age_s": 3725.0, "model": "tiny-llama", "shard": None}
-STATUS = {
+STATUS: dict[str, Any] = {
     "version": "9.8.7",
     "pid": 99,
     "uptime_s": 65.0,
@@ -39,6 +40,7 @@ STATUS = {
         "matched_blocks": 900,
         "matched": {"host": 700, "disk": 200},
         "writes_dropped": 12,
+        "writes_failed": 3,
     },
     "namespaces": [NAMESPACE | {"block_tokens": 256, "block_bytes": 2 * MIB, "shards": 2}],
     "sessions": [SESSION | {"leased_blocks": 7, "pending_blocks": 1, "reserved_blocks": 0}],
@@ -65,7 +67,10 @@ class Server(socketserver.ThreadingUnixStreamServer):
     block_on_close = True
 
     def __init__(self, runtime_dir: Path) -> None:
-        self.answers: dict[str, tuple[int, Any]] = {"GET /readyz": (200, {"ready": True, "reasons": []})}
+        self.answers: dict[str, tuple[int, Any]] = {
+            "GET /readyz": (200, {"ready": True, "reasons": []}),
+            "GET /healthz": (200, {"alive": True}),
+        }
         self.asked: list[tuple[str, Any]] = []
         super().__init__(str(runtime_dir / "http.sock"), Handler)
 
@@ -84,7 +89,8 @@ class Handler(BaseHTTPRequestHandler):
         name = f"{self.command} {self.path}"
         if body:
             assert self.headers["Content-Type"] == "application/json"
-        self.server.asked.append((name, json.loads(body) if body else None))
+        if self.path != "/healthz":
+            self.server.asked.append((name, json.loads(body) if body else None))
         unknown = {"error": {"kind": "not_found", "message": f"no such route: {self.path}", "hint": "look it up"}}
         status, value = self.server.answers.get(name, (404, unknown))
         content = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -122,10 +128,10 @@ def test_status_is_a_table_that_a_person_can_read(server: Server, shm_dir: Path)
     assert "TerraceKV 9.8.7, process 99, up 1 min 5 s, not ready: rebuilding the catalog" in lines
     assert "10 lookups found 900 of 1,000 blocks (90.0%): host 700, disk 200" in lines
     (host,) = [line for line in lines if line.startswith("host tmpfs")]
-    assert host.startswith("host tmpfs 16MiB █████░") and host.endswith("64MiB 4,321 7 1,200 34 5")
+    assert host.startswith("host tmpfs 16MiB ██░░░░░░░░") and host.endswith("64MiB 4,321 7 1,200 34 5")
     assert "disk: last error: [Errno 5] Input/output error" in lines
-    assert "write-through queue: 0B of 16MiB, 12 blocks dropped" in lines
-    assert "tiny-llama abababababababab 256 2MiB bfloat16 2 3" in lines
+    assert "write-through queue: 0B of 16MiB, 12 blocks dropped, 3 failed" in lines
+    assert "tiny-llama main abababababab 256 2MiB bfloat16 2 3" in lines
     assert "vllm-7 4711 1 h 2 min tiny-llama all 7 1 0" in lines
 
 
@@ -140,6 +146,53 @@ def test_health_asks_the_probes_routes_and_says_nothing_while_all_is_well(server
     done = terracekv("health", "--ready", at=shm_dir)
     assert done.returncode == 1 and "self-test: is running" in done.stderr
     assert terracekv("health", at=shm_dir).returncode == 0
+
+
+@pytest.mark.fault(108)
+def test_names_that_engines_chose_cannot_order_the_terminal_about(server: Server, shm_dir: Path) -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J\u202eevil\nline"
+    namespace, session = STATUS["namespaces"][0], STATUS["sessions"][0]
+    tier = STATUS["tiers"]["host"] | {"last_error": evil}
+    server.answers["GET /v1/status"] = (
+        200,
+        STATUS
+        | {"namespaces": [namespace | {"model": evil, "revision": evil}], "not_ready": [evil]}
+        | {"sessions": [session | {"engine": evil, "model": evil}], "tiers": {"host": tier}},
+    )
+    server.answers["POST /v1/flush"] = (404, {"error": {"kind": "k", "message": evil, "hint": evil}})
+    server.answers["POST /v1/pin"] = (200, {"done": {evil: {evil: 1}}, "skipped": {evil: 1}})
+    asked = [("status",), ("flush", "-n", "m"), ("pin", "-", "-n", "m"), ("doctor",)]
+    for arguments in asked:
+        done = terracekv(*arguments, at=shm_dir, stdin="[1]")
+        shown = (done.stdout + done.stderr).replace("\n", "")
+        assert shown.isprintable(), (arguments, shown)
+        assert "\\x1b]0;" in shown.replace(" ", ""), (arguments, shown)
+
+
+def test_status_shows_twenty_of_many_and_says_how_many_more(server: Server, shm_dir: Path) -> None:
+    many = [STATUS["namespaces"][0] | {"model": f"model-{number:02}"} for number in range(23)]
+    server.answers["GET /v1/status"] = (200, STATUS | {"namespaces": many})
+    shown = terracekv("status", at=shm_dir).stdout
+    assert "model-19" in shown and "model-20" not in shown and "and 3 more (terracekv status --json" in shown
+
+
+def test_status_fits_a_terminal_of_80_columns() -> None:
+    """With the longest that is usual: a repository's name, a commit as revision, numbers of a week's work."""
+    counters = {"hits": 12_345_678, "misses": 1_234_567, "evictions": {"capacity": 1_234_567}}
+    tier = STATUS["tiers"]["host"] | {"blocks": 1_234_567, "counters": counters}
+    tier |= {"used_bytes": 1023 * MIB, "capacity_bytes": 1024 * MIB}
+    long = {"model": "meta-llama/Llama-3.1-8B-Instruct", "revision": "0e9e39f249a16976918f6564b8830bc894c89659"}
+    namespaces = [STATUS["namespaces"][0] | long | {"namespace_id": f"{n:064}"} for n in range(2)]
+    answer = STATUS | {"tiers": {"host": tier, "disk": tier | {"mode": "buffered"}}, "namespaces": namespaces}
+    code = "import json, sys; from terracekv.daemon import cli; sys.stdout.isatty = lambda: True; "
+    code += "cli._print_status(json.load(sys.stdin))"
+    environ = os.environ | {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=json.dumps(answer), capture_output=True, text=True, env=environ, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(len(line) for line in lines) <= 80
+    assert all(word in done.stdout for word in ("12.3M", "1.2M", "0e9e39f249a1", "1023MiB", "bfloat16"))
 
 
 def test_status_as_json_is_the_daemons_own(server: Server, shm_dir: Path) -> None:
@@ -185,7 +238,7 @@ def test_an_error_of_the_daemon_is_one_line_and_its_hint(server: Server, shm_dir
     server.answers["POST /v1/flush"] = (404, {"error": error})
     done = terracekv("flush", "-n", "m", at=shm_dir)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.splitlines() == ["terracekv: no namespace 'm'", "  hint: GET /v1/namespaces lists them"]
+    assert done.stderr.splitlines() == ["terracekv: no namespace 'm'", "  hint: terracekv status lists them"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +259,12 @@ def test_without_a_daemon_one_line_says_so_and_how_to_start_one(shm_dir: Path, a
         (("lookup",), 2, "TOKENS"),
         (("lookup", "-"), 2, "--namespace"),
         (("lookup", "-", "-n", "m"), 1, "'x'"),
-        (("lookup", "no-such-file", "-n", "m"), 1, "no-such-file"),
+        (("lookup", "no-such-file", "-n", "m"), 1, "TOKENS: no-such-file cannot be read: No such file"),
+        (("lookup", "/dev", "-n", "m"), 1, "TOKENS: /dev cannot be read: Is a directory"),
+        (("lookup", sys.executable, "-n", "m"), 1, "is no text"),
+        (("serve", "--set", "disk.enabled=true", "--set", "disk.path=/dev/null/x"), 1, "disk.path is /dev/null/x"),
+        (("serve", "--set", "daemon.state_dir=/dev/null"), 1, "daemon.state_dir is /dev/null"),
+        (("serve", "--set", "host.size=1"), 1, "set 1MiB or more"),
         (("config", "--set", "host.siez=1"), 1, "did you mean host.size?"),
         (("config", "--set", "host.size"), 1, "has no value"),
         (("config", "--config", "no.toml"), 1, "no.toml"),
@@ -236,6 +294,7 @@ def test_version_and_help_need_nothing(shm_dir: Path) -> None:
     assert all(
         verb in page for verb in ("serve", "status", "health", "lookup", "flush", "pin", "unpin", "doctor", "config")
     )
+    assert "..." not in page.partition("Commands:")[2], "a summary that is cut says less than a short one"
 
 
 @pytest.mark.fault(95)
@@ -262,15 +321,27 @@ def test_doctor_says_what_does_not_fit_and_fails(shm_dir: Path) -> None:
 
 
 @pytest.mark.fault(117)
-def test_doctor_compares_its_settings_with_the_daemons(server: Server, shm_dir: Path) -> None:
-    theirs = {"host.size": {"value": 32 * MIB, "source": "file /etc/terracekv.toml"}}
+def test_doctor_lists_every_setting_that_somebody_chose_and_that_differs(server: Server, shm_dir: Path) -> None:
+    """Even when what it was given itself does not fit this machine."""
+    theirs = {
+        "host.size": {"value": 32 * MIB, "source": "file /etc/terracekv.toml"},
+        "host.slab": {"value": 2 * MIB, "source": "auto: a sixteenth"},
+        "daemon.queue": {"value": 8 * MIB, "source": "environment TERRACEKV_DAEMON_QUEUE"},
+        "daemon.io_threads": {"value": 9, "source": "flag --set"},
+        "daemon.drain_s": {"value": 10.0, "source": "default"},
+    }
     server.answers["GET /v1/status"] = (200, STATUS | {"config": theirs})
-    findings = json.loads(terracekv("doctor", "--json", at=shm_dir).stdout)
-    says = [finding["says"] for finding in findings if finding["state"] == "warn"]
-    assert any("host.size" in text and "/etc/terracekv.toml" in text and str(64 * MIB) in text for text in says)
-    assert any("Input/output error" in text for text in says)
-    (engine,) = [finding for finding in findings if finding["what"] == "engine door"]
-    assert engine["state"] == "fail"
+    for size in ("64MiB", "900TiB"):
+        findings = json.loads(terracekv("doctor", "--json", "--set", f"host.size={size}", at=shm_dir).stdout)
+        says = [f["says"] for f in findings if f["what"] == "settings" and f["state"] == "warn"]
+        assert [text.split()[0] for text in says] == ["daemon.io_threads", "daemon.queue", "host.size"]
+        assert "is 9 in the daemon (flag --set), 4 here (default)" in says[0]
+        assert "(environment TERRACEKV_DAEMON_QUEUE), auto here (default)" in says[1]
+        assert "(file /etc/terracekv.toml)" in says[2] and "here (flag --set)" in says[2]
+        for part in ("Input/output error", "it is not ready: rebuilding the catalog"):
+            assert any(part in f["says"] for f in findings if f["state"] == "warn")
+        (engine,) = [finding for finding in findings if finding["what"] == "engine door"]
+        assert engine["state"] == "fail" and "engine.sock is gone" in engine["says"]
 
 
 def test_door_tells_an_error_of_the_daemon_from_no_daemon(server: Server, shm_dir: Path) -> None:
@@ -282,7 +353,7 @@ def test_door_tells_an_error_of_the_daemon_from_no_daemon(server: Server, shm_di
     assert caught.value.status == 500 and "oops" in caught.value.message
     with pytest.raises(Answered, match="no such route"):
         door.ask("GET", "/none")
-    with pytest.raises(NotRunning, match="no TerraceKV daemon"):
+    with pytest.raises(Silent, match="no TerraceKV daemon"):
         door.ask("GET", "/text")
     with pytest.raises(NotRunning):
         Door(shm_dir / "elsewhere").ask("GET", "/v1/status")

@@ -101,7 +101,7 @@ def test_orders_answer_with_counts_by_tier(shell: Shell) -> None:
 def test_a_second_daemon_in_the_same_folders_says_who_is_there_and_ends(shell: Shell) -> None:
     shell.serve()
     second = shell("serve")
-    assert second.returncode == 1 and "a daemon that is running" in second.stderr and "Traceback" not in second.stderr
+    assert second.returncode == 1 and "stop that daemon" in second.stderr and "Traceback" not in second.stderr
     assert shell("status").returncode == 0
 
 
@@ -122,3 +122,63 @@ def test_sigterm_ends_it_with_status_0_and_the_next_start_keeps_its_sizes(shell:
 def test_serve_refuses_what_does_not_fit_in_one_line(shell: Shell) -> None:
     done = shell("serve", "--set", "host.size=900TiB")
     assert done.returncode == 1 and "the largest host.size that fits" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.fault(117)
+def test_a_stopped_daemon_is_told_from_none(shell: Shell) -> None:
+    process = shell.serve()
+    process.send_signal(signal.SIGSTOP)
+    done = shell("doctor", "--json")
+    (found,) = [finding for finding in json.loads(done.stdout) if finding["state"] == "fail"]
+    assert done.returncode == 1 and found["what"] == "daemon"
+    assert f"a daemon is there (process {process.pid}) but does not answer" in found["says"]
+    for arguments in (("status",), ("status", "--wait", "0.2"), ("flush", "-n", "m")):
+        done = shell(*arguments)
+        assert done.returncode == 1 and "a daemon is there" in done.stderr
+        assert f"kill -CONT {process.pid}" in done.stderr and "terracekv serve" not in done.stderr
+    process.send_signal(signal.SIGCONT)
+    assert shell("status", "--wait", "30").returncode == 0
+
+
+def failures(shell: Shell) -> dict[str, str]:
+    """What the doctor finds wrong with the daemon."""
+    done = shell("doctor", "--json")
+    found = {f["what"]: f["says"] for f in json.loads(done.stdout) if f["state"] == "fail"}
+    assert done.returncode == bool(found)
+    return found
+
+
+@pytest.mark.fault(58)
+@pytest.mark.parametrize("name", ["arena", "slots"])
+def test_doctor_misses_what_engines_map_when_it_was_deleted_cut_or_replaced(
+    shell: Shell, name: str, shm_dir: Path
+) -> None:
+    shell.serve()
+    file = shm_dir / name
+    assert failures(shell) == {}
+    size = file.stat().st_size
+    os.rename(file, shm_dir / "aside")
+    assert f"{file} is gone" in failures(shell)["arena"]
+    file.write_bytes(bytes(4096))
+    assert f"{file} has 4096 bytes, and the daemon made it with {size}" in failures(shell)["arena"]
+    os.truncate(file, size)
+    assert "other bytes" in str(failures(shell)) if name == "arena" else "was replaced" in failures(shell)["arena"]
+    os.rename(shm_dir / "aside", file)
+    assert failures(shell) == {}
+
+
+@pytest.mark.fault(58)
+def test_doctor_misses_the_sockets(shell: Shell, shm_dir: Path) -> None:
+    process = shell.serve()
+    os.rename(shm_dir / "engine.sock", shm_dir / "aside")
+    assert "engine.sock is gone" in failures(shell)["engine door"]
+    os.rename(shm_dir / "aside", shm_dir / "engine.sock")
+    os.rename(shm_dir / "http.sock", shm_dir / "aside")
+    assert f"a daemon runs (process {process.pid}), but there is no socket" in failures(shell)["daemon"]
+    assert "but there is no socket" in shell("status").stderr
+
+
+def test_flush_of_what_is_not_there_names_the_command_that_lists_what_is(shell: Shell) -> None:
+    shell.serve()
+    done = shell("flush", "-n", "nope")
+    assert done.returncode == 1 and "terracekv status lists" in done.stderr and "/v1/" not in done.stderr

@@ -18,7 +18,7 @@ import pytest
 
 from terracekv.daemon import http_messages
 from terracekv.daemon.config import load_config
-from terracekv.daemon.http_client import Door, NotRunning
+from terracekv.daemon.http_client import Door, NotRunning, Silent
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -77,7 +77,7 @@ def reader(shm_dir: Path, tmp_path: Path) -> Iterator[Reader]:
             try:
                 Door(shm_dir).exchange("GET", "/readyz")
                 break
-            except NotRunning:
+            except (NotRunning, Silent):
                 assert process.poll() is None, (tmp_path / "log").read_text()
                 time.sleep(0.05)
         yield made

@@ -32,6 +32,7 @@ LIBRARIES = {
         "connector/connection.py",
         "daemon/config.py",
         "daemon/config_s3.py",
+        "daemon/doctor_trial.py",
         "daemon/engine_door.py",
         "daemon/http_messages.py",
         "daemon/http_queries.py",

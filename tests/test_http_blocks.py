@@ -119,7 +119,9 @@ async def test_a_range_is_served_as_that_part(people: People, asked: str, first:
     assert headers["Content-Range"] == f"bytes {first}-{last - 1}/{BLOCK_BYTES}"
 
 
-@pytest.mark.parametrize("asked", ["bytes=20000-", "bytes=9-5", "bytes=0-1,5-6", "lines=1-2", "bytes=-"])
+@pytest.mark.parametrize(
+    "asked", ["bytes=20000-", "bytes=9-5", "bytes=0-1,5-6", "lines=1-2", "bytes=-", "bytes=-0", "bytes=-00"]
+)
 @served()
 async def test_a_range_that_cannot_be_meant_is_416_with_the_size(people: People, asked: str) -> None:
     namespace = people.register()

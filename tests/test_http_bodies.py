@@ -9,7 +9,7 @@ import pytest
 
 from terracekv.daemon import http_messages
 from terracekv.daemon.http_messages import BODIES_BYTES_MAX, BODY_BYTES_MAX, KEYS_MAX
-from terracekv.tests.people import MODEL, People, keys_of, served, until
+from terracekv.tests.people import BLOCK_BYTES, MODEL, People, keys_of, served, until, url, whole
 
 HEAD = "POST /v1/lookup HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 PACKED = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
@@ -92,6 +92,31 @@ async def test_a_body_must_say_what_it_is_so_that_no_web_page_can_send_one(peopl
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     async with people.client.post("/v1/flush", data=b"x", headers=headers) as answer:
         assert answer.status == 415
+
+
+@pytest.mark.fault(104)
+@served()
+async def test_an_encoded_block_is_refused_and_not_stored_as_it_came(people: People) -> None:
+    namespace, (key,) = people.register(), keys_of(1)
+    async with people.client.put(
+        url(namespace, key), data=bytes(BLOCK_BYTES), headers={"Content-Encoding": "gzip"}
+    ) as answer:
+        error = (await answer.json())["error"]
+        assert (answer.status, error["kind"]) == (415, "unsupported_media_type") and "gzip" in error["message"]
+    assert await people.lookup(namespace, [key]) == 0
+    headers = {"Content-Encoding": "Identity"}
+    async with people.client.put(url(namespace, key), data=whole(namespace, key), headers=headers) as answer:
+        assert answer.status == 201
+
+
+@served()
+async def test_tokens_that_are_no_list_are_told_what_a_list_is(people: People) -> None:
+    people.register()
+    for tokens in ("abc", {"a": 1}, 5, "\u0900"):
+        status, answer = await people.ask("POST", "/v1/lookup", {"namespace": MODEL, "tokens": tokens})
+        assert status == 400
+        assert answer["error"]["message"] == "tokens: not a list of integers between 0 and 4294967295"
+        assert "[1, " in answer["error"]["hint"]
 
 
 @pytest.mark.fault(104)

@@ -14,7 +14,7 @@ import uvloop
 
 from terracekv.daemon import http_door
 from terracekv.daemon.config import Config
-from terracekv.tests.people import BLOCK_BYTES, MODEL, People, keys_of, people, served, until, url, whole
+from terracekv.tests.people import BLOCK_BYTES, MODEL, People, answer_of, keys_of, people, served, until, url, whole
 from terracekv.tiers.errors import ConfigError, InUse
 
 LOOPBACK = "127.0.0.1:0"
@@ -125,6 +125,25 @@ async def test_what_is_not_http_is_answered_in_the_same_form(people: People, req
     status, answer = await raw(people, request_)
     assert (status, answer["error"]["kind"]) == (400, "bad_request")
     assert set(answer["error"]) == {"kind", "message", "hint"}
+
+
+@served()
+async def test_what_cannot_be_read_is_answered_with_what_would_be(people: People) -> None:
+    head, long = b"POST /v1/lookup HTTP/1.1\r\nHost: h\r\n", b"x" * 9000
+    for request, hint in (
+        (b"GET /%b HTTP/1.1\r\nHost: h\r\n\r\n" % long, "8190 bytes"),
+        (head + b"X-Long: %b\r\n\r\n" % long, "8190 bytes"),
+        (head + b"Content-Length: ten\r\n\r\n", "decimal number"),
+        (head + b"Content-Length: -1\r\n\r\n", "decimal number"),
+        (head + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n", "not both"),
+        (head + b"B ad: x\r\n\r\n", "NAME: VALUE"),
+        (b"hello\r\n\r\n", "HTTP/1.1"),
+    ):
+        reader, writer = await people.connect()
+        writer.write(request)
+        status, body = await answer_of(reader)
+        assert status == 400 and hint in body["error"]["hint"], (request[:80], body)
+        writer.close()
 
 
 @served()

@@ -1,5 +1,7 @@
 """Orders over HTTP: prefetch, pin and flush say what they did, and what they skipped and why."""
 
+import errno
+import os
 from typing import Any
 
 import pytest
@@ -107,3 +109,19 @@ async def test_orders_for_an_unknown_namespace_are_404(people: People) -> None:
         status, answer = await people.ask("POST", f"/v1/{route}", body)
         assert (status, answer["error"]["kind"]) == (404, "not_found")
         assert "/v1/namespaces" in answer["error"]["hint"]
+
+
+@served()
+async def test_a_full_or_read_only_disk_is_507_and_names_where(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
+    people.register()
+    for number, path in ((errno.ENOSPC, None), (errno.EROFS, "/state/namespaces.new")):
+        error = OSError(number, os.strerror(number), path)
+
+        def fail(id: bytes, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr(people.store.namespaces, "raise_epoch", fail)
+        status, answer = await people.ask("POST", "/v1/flush", {"namespace": MODEL})
+        assert (status, answer["error"]["kind"]) == (507, "no_room")
+        assert (path or str(people.folder / "state")) in answer["error"]["message"]
+        assert os.strerror(number) in answer["error"]["message"] and answer["error"]["hint"]
