@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvloop
 
-from terracekv.daemon.config import Config, load_config, resolve, summary, survey
+from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey
 from terracekv.daemon.engine_door import EngineDoor, nobody_listens
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.mover import Mover
@@ -40,6 +40,7 @@ def run(config: Config) -> int:
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
     try:
+        require_folders(config)
         nobody_listens(config.daemon.runtime_dir / "engine.sock")
         room = survey(config)
         config = resolve(config, room)
