@@ -160,7 +160,14 @@ class Daemon:
         """Status and JSON of a GET at the people's door."""
         connection = http.client.HTTPConnection("localhost", timeout=10)
         connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.connect(str(self.runtime / "http.sock"))
+
+        def connected() -> bool:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                connection.sock.connect(str(self.runtime / "http.sock"))
+                return True
+            return False
+
+        until(connected, "the second door is open")
         with contextlib.closing(connection):
             connection.request("GET", route)
             answer = connection.getresponse()
