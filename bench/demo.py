@@ -30,6 +30,7 @@ QUESTIONS = (
 NAMESPACE = "SmolLM2-135M-Instruct"
 SHOWN = ("ttft_ms", "lookup_ms", "load_ms", "computed")
 COLD = "without the store"
+EMPTY = "with it, while it is empty"
 WARM = "from host"
 PERSIST_S = 60.0
 ENGINE_MAIN = "from terracekv.bench.demo_engine import main; main()"
@@ -149,7 +150,7 @@ def demo(times: float) -> int:
             return [(question, (before(), of.ask("cached", question))[1]) for question in QUESTIONS]
 
         table.row(COLD, plain, None)
-        table.row("with it, while it is empty", [(QUESTIONS[0], first.ask("cached", QUESTIONS[0]))], None)
+        table.row(EMPTY, [(QUESTIONS[0], first.ask("cached", QUESTIONS[0]))], None)
         table.row(WARM, asked(first), "host")
         with engine(daemon) as second:
             second.ready()
@@ -165,7 +166,8 @@ def demo(times: float) -> int:
             "from disk, host emptied each time", asked(first, lambda: door.ask("POST", "/v1/flush", flush)), "disk"
         )
 
-    gain = table.ttft_ms[COLD] / table.ttft_ms[WARM]
+    # Both compute all of the prompt. On a busy machine one of them is slower by chance, which is nobody's gain.
+    gain = min(table.ttft_ms[COLD], table.ttft_ms[EMPTY]) / table.ttft_ms[WARM]
     if gain < times:
         table.wrong.append(f"the first token comes {gain:.1f} times sooner, not {times:g}")
     for wrong in table.wrong:

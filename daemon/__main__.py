@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from terracekv.daemon.config import Config, load_config, resolve, summary, survey
+from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
@@ -48,6 +48,7 @@ def run(config: Config) -> int:
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
     try:
+        require_folders(config)
         nobody_listens(config.daemon.runtime_dir / "engine.sock")
         room = survey(config)
         config = resolve(config, room)

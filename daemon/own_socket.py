@@ -18,7 +18,8 @@ def nobody_listens(path: Path) -> None:
             raise InUse(f"{path} exists and is not a socket", "move it away, or choose another daemon.runtime_dir")
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
-            probe.connect(str(path))
+            with contextlib.suppress(TimeoutError, BlockingIOError):  # one that hangs is one that runs
+                probe.connect(str(path))
         raise InUse(f"somebody listens on {path}", "stop that daemon, or choose another daemon.runtime_dir")
 
 

@@ -158,6 +158,7 @@ class Daemon:
 
     def http(self, route: str) -> tuple[int, Any]:
         """Status and JSON of a GET at the people's door."""
+        until((self.runtime / "http.sock").exists, "the second door is open")
         connection = http.client.HTTPConnection("localhost", timeout=10)
         connection.sock = socket.socket(socket.AF_UNIX)
         connection.sock.connect(str(self.runtime / "http.sock"))
