@@ -158,10 +158,16 @@ class Daemon:
 
     def http(self, route: str) -> tuple[int, Any]:
         """Status and JSON of a GET at the people's door."""
-        until((self.runtime / "http.sock").exists, "the second door is open")
         connection = http.client.HTTPConnection("localhost", timeout=10)
         connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.connect(str(self.runtime / "http.sock"))
+
+        def connected() -> bool:
+            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+                connection.sock.connect(str(self.runtime / "http.sock"))
+                return True
+            return False
+
+        until(connected, "the second door is open")
         with contextlib.closing(connection):
             connection.request("GET", route)
             answer = connection.getresponse()
