@@ -24,7 +24,7 @@ _STRIPES = 1024
 
 
 class Stripe:
-    """Puts and deletes of the blocks that fall on one stripe take turns; ``writes`` counts them."""
+    """Puts and deletes of the blocks that fall on one stripe take turns; ``writes`` counts their begins and ends."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -87,7 +87,10 @@ class Scout:
         stripe = self.stripe(id)
         with stripe.lock:
             stripe.writes += 1
-            yield
+            try:
+                yield
+            finally:
+                stripe.writes += 1  # who asked in the midst of it may have been answered from before it
 
     def stripe(self, id: bytes) -> Stripe:
         """To ask for ``writes`` before a question whose answer is to be noted with ``learned``."""
