@@ -7,12 +7,12 @@ and ``tier``. Sizes in bytes; everything here raises ConfigError unless it says 
 import os
 from pathlib import Path
 
-from terracekv.tiers.budget import MIB, Budget, show, show_up
+from terracekv.tiers.budget import Budget, show, show_up
 from terracekv.tiers.errors import ConfigError, NoRoom
 from terracekv.tiers.tier import PAGE
 
-HOST_MIN = 1 * MIB
-"""A smaller arena would serve nobody."""
+HOST_MIN = 4 * PAGE
+"""A smaller arena would serve nobody, not even a test."""
 SEGMENT_MIN = 2 * PAGE
 
 

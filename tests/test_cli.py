@@ -264,7 +264,7 @@ def test_without_a_daemon_one_line_says_so_and_how_to_start_one(shm_dir: Path, a
         (("lookup", sys.executable, "-n", "m"), 1, "is no text"),
         (("serve", "--set", "disk.enabled=true", "--set", "disk.path=/dev/null/x"), 1, "disk.path is /dev/null/x"),
         (("serve", "--set", "daemon.state_dir=/dev/null"), 1, "daemon.state_dir is /dev/null"),
-        (("serve", "--set", "host.size=1"), 1, "set 1MiB or more"),
+        (("serve", "--set", "host.size=1"), 1, "set 16KiB or more"),
         (("config", "--set", "host.siez=1"), 1, "did you mean host.size?"),
         (("config", "--set", "host.size"), 1, "has no value"),
         (("config", "--config", "no.toml"), 1, "no.toml"),

@@ -105,7 +105,7 @@ def test_variables_that_kubernetes_makes_for_a_service_are_passed_over() -> None
     [
         ("host.size", "0", "every block passes through host"),
         ("disk.size", "0", "set disk.enabled to false"),
-        ("host.size", "1", "set 1MiB or more"),
+        ("host.size", "1", "set 16KiB or more"),
         ("host.slab", "0", "multiple of 4096"),
         ("host.slab", "1", "multiple of 4096"),
         ("host.slab", "5000", "multiple of 4096"),
