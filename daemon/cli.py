@@ -106,7 +106,7 @@ def health(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Ask a daemon how it is, say nothing if it is well; exit status 1 if not. For the probes of containers."""
+    """Exit status 1 if the daemon is not well: for probes."""
     _door(config, settings).exchange("GET", "/readyz" if ready else "/healthz")
 
 
