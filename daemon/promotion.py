@@ -8,6 +8,7 @@ Imports ``tiers``, ``below``, ``mover`` and ``stats``.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from terracekv.daemon.below import Lower, places
 from terracekv.daemon.mover import Mover
@@ -21,6 +22,14 @@ from terracekv.tiers.tier import Outcome
 
 Arrived = Callable[[int, Slot | Outcome], bool]
 """Told ``(index, slot under a lease, or what went wrong)``; answers whether the lease is still wanted."""
+
+
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A block on its way up. ``source`` is the tier it is read from, the last one once it has come."""
+
+    done: "asyncio.Future[Outcome]"
+    source: str
 
 
 Promoted = Callable[[Namespace, bytes, Lower], None]
@@ -46,9 +55,7 @@ class Promoter:
         self._mover = mover
         self._stats = stats
         self._promoted = promoted
-        self._coming: dict[bytes, asyncio.Future[Outcome]] = {}
-        self._source: dict[bytes, str] = {}
-        """The tier that each of those comes from."""
+        self._coming: dict[bytes, Coming] = {}
 
     @property
     def coming(self) -> int:
@@ -61,7 +68,7 @@ class Promoter:
 
     def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Promotions of these blocks that have not ended."""
-        return [coming for id, coming in self._coming.items() if id in ids]
+        return [coming.done for id, coming in self._coming.items() if id in ids]
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
@@ -131,24 +138,23 @@ class Promoter:
 
     def sources(self, ids: Collection[bytes]) -> Counter[str]:
         """How many of these blocks are coming from each tier."""
-        return Counter(source for id, source in self._source.items() if id in ids)
+        return Counter(coming.source for id, coming in self._coming.items() if id in ids)
 
     def _promote(
         self, namespace: Namespace, ids: list[bytes], found: Sequence[Lower | None]
-    ) -> "list[asyncio.Future[Outcome]]":
+    ) -> list[Coming]:
         """Start to bring blocks up, those that are not coming already; STORED or PRESENT when they are in host."""
         fresh = {id: lower for id, lower in zip(ids, found, strict=True) if lower is not None}
         reserved = self._host.reserve(namespace, list(fresh), DAEMON) if fresh else []
         for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
-            self._coming[id] = asyncio.get_running_loop().create_future()
-            self._source[id] = lower.name
+            self._coming[id] = Coming(asyncio.get_running_loop().create_future(), lower.name)
             if isinstance(slot, Slot):
                 self._read(namespace, id, slot, lower)
-        futures = [self._coming[id] for id in ids]
+        comings = [self._coming[id] for id in ids]
         for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
             if isinstance(slot, Outcome):
                 self._settle(id, slot, lower)
-        return futures
+        return comings
 
     def _read(self, namespace: Namespace, id: bytes, slot: Slot, lower: Lower) -> None:
         host = self._host
@@ -186,7 +192,7 @@ class Promoter:
         if outcome is not Outcome.HIT and not closing and self._namespaces.is_current(namespace):
             for next_lower in self._below[self._below.index(lower) + 1 :]:
                 if next_lower.tier.leading(namespace, [id]):
-                    self._source[id] = next_lower.name
+                    self._coming[id].source = next_lower.name
                     self._read(namespace, id, slot, next_lower)
                     return
         self._host.abort([slot])
@@ -196,14 +202,9 @@ class Promoter:
         if outcome not in (Outcome.STORED, Outcome.PRESENT):
             self._stats.promotions_failed += 1
             lower.flow.promotions_failed += 1
-        del self._source[id]
-        self._coming.pop(id).set_result(outcome)
+        self._coming.pop(id).done.set_result(outcome)
 
-    def _wait(
-        self, namespace: Namespace, id: bytes, index: int, coming: "asyncio.Future[Outcome]", arrived: Arrived
-    ) -> None:
-        source = self._source.get(id)
-
+    def _wait(self, namespace: Namespace, id: bytes, index: int, coming: Coming, arrived: Arrived) -> None:
         def came(future: "asyncio.Future[Outcome]") -> None:
             outcome = future.result()
             if outcome not in (Outcome.STORED, Outcome.PRESENT):
@@ -213,11 +214,11 @@ class Promoter:
             if slot is None:
                 arrived(index, Outcome.MISS)
                 return
-            self._stats.loaded[source or "host"] += 1
+            self._stats.loaded[coming.source] += 1
             if not arrived(index, slot):
                 self._host.release([slot])
 
-        coming.add_done_callback(came)
+        coming.done.add_done_callback(came)
 
     def _verify(self, namespace: Namespace, id: bytes, index: int, slot: Slot, arrived: Arrived) -> None:
         """Check adopted bytes before they are believed; wrong ones are replaced from below where that has them."""

@@ -29,7 +29,8 @@ SWEEP_BLOCKS = 1024
 
 class WriteThrough:
     """``admission``: ``all`` writes every committed block, ``second_touch`` those that are met again after they were
-    first stored (leased, or stored anew after an eviction), ``on_evict`` those that are about to be evicted."""
+    first stored (leased, or stored anew after an eviction), ``on_evict`` those that are about to be evicted. A block
+    whose write was dropped or failed is tried again when it is next used."""
 
     def __init__(self, *, namespaces: Namespaces, host: HostTier, lower: Lower, stats: Stats) -> None:
         assert lower.admission in ADMISSIONS
@@ -39,6 +40,9 @@ class WriteThrough:
         self._stats = stats
         self.admission = lower.admission
         self._seen = Ghosts(SEEN)
+        """What is to be written when it is met again: what ``second_touch`` saw once, and what could not be written."""
+        self._owing = False
+        """Whether any write was dropped or failed yet."""
         self._under_way: dict[asyncio.Future[Outcome], tuple[bytes, bytes]] = {}
         """Namespace id and block id of each write that has not ended."""
 
@@ -69,8 +73,8 @@ class WriteThrough:
         return [write for write, (of, _) in self._under_way.items() if of == namespace.id]
 
     def touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
-        """Blocks of host were used again."""
-        if self.admission != "second_touch":
+        """Blocks of host were used again: what is due is written, also what was dropped while the tier was down."""
+        if not self.lower.writable or not (self._owing or self.admission == "second_touch"):
             return
         again = [id for id in ids if id in self._seen]
         for id in again:
@@ -104,7 +108,7 @@ class WriteThrough:
     ) -> "list[asyncio.Future[Outcome] | None]":
         size = slot_bytes_for(namespace.block_bytes)
         if not self.lower.writable:
-            self._dropped(len(ids), size)
+            self._dropped(ids, size)
             return [None] * len(ids)
         writes: list[asyncio.Future[Outcome] | None] = []
         for id, slot in zip(ids, self._host.acquire(namespace, ids, touch=touch), strict=True):
@@ -116,7 +120,7 @@ class WriteThrough:
             write = self.lower.mover.store(size, self._job(namespace, id, payload, self._host.checksum_of(slot)))
             if write is None:
                 self._host.release([slot])
-                self._dropped(1, size)
+                self._dropped([id], size)
             else:
                 self._under_way[write] = (namespace.id, id)
                 write.add_done_callback(partial(self._written, slot))
@@ -148,10 +152,17 @@ class WriteThrough:
             self._count("written", 1)
         elif outcome in (Outcome.FAILED, Outcome.FULL):
             self._count("writes_failed", 1)
+            self._owe([id])
 
-    def _dropped(self, count: int, size: int) -> None:
-        self._count("writes_dropped", count)
-        self._count("writes_dropped_bytes", count * size)
+    def _dropped(self, ids: Sequence[bytes], size: int) -> None:
+        self._count("writes_dropped", len(ids))
+        self._count("writes_dropped_bytes", len(ids) * size)
+        self._owe(ids)
+
+    def _owe(self, ids: Iterable[bytes]) -> None:
+        self._owing = True
+        for id in ids:
+            self._seen.add(id)
 
     def _count(self, field: str, count: int) -> None:
         for counts in (self._stats, self.lower.flow):

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from terracekv.daemon.http_client import Door
-from terracekv.tests.harness import Daemon, payload_of, until
+from terracekv.daemon.protocol import Prefetch
+from terracekv.tests.harness import Daemon, hello, payload_of, until
 from terracekv.tests.s3_stub import BUCKET, S3Stub
 from terracekv.tests.seaweed import program, seaweed
 
@@ -82,6 +83,11 @@ def test_what_one_daemon_stored_another_loads(daemon: Opened) -> None:
         assert body == payload_of(keys[3], 4096)
         done = ask(d, "POST", "/v1/prefetch", question)["done"]
         assert done == {"host": {"present": 1}, "s3": {"coming": 15}}
+    e = daemon("e")
+    with e.client() as engine, e.wire(hello()) as wire:
+        wire.tell(Prefetch(b"".join(keys)))  # answered by nothing: it is a hint
+        until(lambda: s3_of(e)["flow"]["promoted"] == 16, "the prompt is brought up before anybody loads it")
+        assert engine.lookup(keys).per_tier["host"] == 16
     status = s3_of(b)
     assert (status["mode"], status["flow"]["promoted"], status["details"]["breaker"]) == ("up", 16, "closed")
     assert status["details"]["questions"] >= 1 and status["bandwidth"]["read"]["measured"]

@@ -12,7 +12,7 @@ from terracekv.tests.stores import SLOT, ids_of, key
 from terracekv.tiers.block import block_id, namespace_id
 from terracekv.tiers.breaker import State
 from terracekv.tiers.slots import Slot
-from terracekv.tiers.tier import Miss, Outcome
+from terracekv.tiers.tier import PAGE, Miss, Outcome
 
 cluster = pytest.fixture(opened_cluster)
 
@@ -88,6 +88,29 @@ def test_the_server_dies_during_stores_and_loads_and_comes_back(cluster: Cluster
             assert all(isinstance(slot, Slot) for slot in await loaded(a, *CHAIN))
             await a.put(40, durable=True)
             assert a.far.has(a.namespace, ids_of(40)[0])
+            used, _ = a.store.acquire(a.namespace, ids_of(31, 32), lambda index, result: False)
+            a.host.release([slot for slot in used if slot is not None])
+            await a.idle()
+            there = [a.far.has(a.namespace, ids_of(index)[0]) for index in (30, 31, 32, 33)]
+            assert there == [False, True, True, False], "what was dropped is written when it is next used"
+
+    cluster.run(story)
+
+
+@pytest.mark.fault(10)
+def test_a_block_whose_copy_on_disk_is_damaged_comes_from_the_bucket(cluster: Cluster) -> None:
+    async def story(c: Cluster) -> None:
+        async with c.node("a", disk=True) as a:
+            await a.put(*CHAIN, durable=True)
+            await a.idle()
+            a.host.delete(a.namespace, ids_of(*CHAIN))
+            place = a.disk._catalog.get(ids_of(3)[0])
+            with open(a.disk._files.path(place.segment), "r+b") as file:
+                file.seek((place.page + 1) * PAGE)
+                file.write(b"damage")
+            assert all(isinstance(slot, Slot) for slot in await loaded(a, *CHAIN))
+            assert a.disk.status().counters.checksum_failures == 1
+            assert (a.store.stats.loaded["disk"], a.store.stats.loaded["s3"]) == (7, 1)
 
     cluster.run(story)
 
