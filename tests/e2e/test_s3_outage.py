@@ -1,6 +1,6 @@
 """The bucket's server is killed while an engine stores to it and loads from it: answers never change, nobody waits.
 
-TERRACEKV_TEST_OUTAGE_S says for how many seconds it is gone.
+The environment variable OUTAGE_S says for how many seconds it is gone.
 """
 
 import os
@@ -18,7 +18,7 @@ from terracekv.daemon.http_client import Door
 from terracekv.tests.seaweed import Seaweed, program, seaweed
 from terracekv.tests.tiny_engine import BLOCK, MODEL, answer, answer_with, prompt
 
-OUTAGE_S = float(os.environ.get("TERRACEKV_TEST_OUTAGE_S", "3"))
+OUTAGE_S = float(os.environ.get("OUTAGE_S", "3"))
 RETURN_S = 10.0
 """In which the breaker closes after the server's return."""
 LOOKUP_MS, LOAD_MS, STORE_MS = 500, 2_000, 2_000
@@ -77,6 +77,7 @@ class Traffic:
         seed = self.asked // 2 % SHARED if self.asked % 2 == 0 else 10_000 + self.asked
         self.asked += 1
         ids = prompt(4 * BLOCK + 3, seed)
+        report: Report
         text, report = answer_with(self._cache, ids)
         assert text == answer(MODEL, ids), f"prompt {seed} was answered differently"
         assert report.lookup_ms < LOOKUP_MS + LATE_MS and report.load_ms < LOAD_MS + LATE_MS
