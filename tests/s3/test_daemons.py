@@ -210,6 +210,30 @@ def test_the_command_line_looks_into_the_bucket(daemon: Opened, stub: S3Stub) ->
     assert {("s3", "ok"), ("s3 tier", "ok")} <= states, findings
 
 
+@pytest.mark.fault(123)
+def test_200_mb_offered_to_100_kb_a_second_are_bounded_dropped_and_counted(daemon: Opened, stub: S3Stub) -> None:
+    a = daemon("a", s3__queue="4MiB", s3__timeout="60", s3__read_timeout="30", host__size="96MiB")
+    with a.client() as small, a.client(1 << 20) as large:
+        wanted = small.chain(1, 2)
+        assert small.put(wanted, durable=True).durable == 2
+        (space,) = [each for each in ask(a, "GET", "/v1/namespaces")["namespaces"] if each["block_bytes"] == 4096]
+        ask(a, "POST", "/v1/flush", {"namespace": space["namespace_id"], "tier": "host"})
+        stub.switches.bytes_per_s = 100_000.0
+        memory = a.memory_bytes()["anonymous"]
+        for seed in range(50):
+            assert large.put(large.chain(seed, 4)).stored == 4, "host takes it"
+            status = s3_of(a)
+            assert status["in_flight_bytes"] <= status["in_flight_bytes_max"] == 4 << 20
+        assert status["flow"]["writes_dropped_bytes"] > 190 << 20
+        assert a.memory_bytes()["anonymous"] - memory < 64 << 20
+        assert status["in_flight_bytes"] > 1 << 20
+        assert small.get(wanted).blocks == 2, "a load does not wait for the stores before it"
+        stub.switches.bytes_per_s = 0.0
+        until(lambda: s3_of(a)["in_flight_bytes"] == 0, "the queue empties")
+        flow = s3_of(a)["flow"]
+        assert flow["written"] + flow["writes_dropped"] + flow["writes_failed"] == 2 + 200
+
+
 @pytest.mark.s3
 @pytest.mark.skipif(program() is None, reason="SeaweedFS is not installed")
 def test_a_real_server_is_frozen_killed_and_started_again(shm_dir: Path, tmp_path: Path) -> None:
