@@ -121,14 +121,14 @@ class Scout:
         for id in chain if self._settings.ttl_s else ():
             if self._young.get(namespace.stamp, id):
                 continue
-            writes = self.stripe(id).writes
+            writes, known = self.stripe(id).writes, self.presence.get(namespace.stamp, id)
             try:
                 there = self._renew(namespace, id)
             except TierDown as error:
                 self._failed(error)
                 break
             if there is None:
-                self.aged_out += 1
+                self.aged_out += bool(known)  # else it may never have been there
                 self.learned(namespace, id, False, self._settings.absent_ttl_s, writes)
                 break
             renewed += there

@@ -134,9 +134,13 @@ def test_a_chain_without_its_head_is_not_kept_alive(nodes: Nodes, stub: S3Stub) 
         for index in range(3):
             put(a.tier, a.now, name(index))
             stub.age(a.key(index), 600)
+        chain = [name(index) for index in range(3)]
+        assert b.tier.leading_remote(b.now, chain, soon()) == 3
         del stub.objects[a.key(0)]
-        assert b.tier.redate(b.now, [name(index) for index in range(3)]) == 0
+        assert b.tier.redate(b.now, chain) == 0
         assert b.tier.status().details["aged_out"] == 1
+        assert b.tier.redate(b.now, [name(9)]) == 0
+        assert b.tier.status().details["aged_out"] == 1, "what was never known to be there has not aged out"
 
 
 def test_an_epoch_that_is_half_its_life_old_is_written_anew(nodes: Nodes, stub: S3Stub) -> None:
