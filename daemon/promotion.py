@@ -140,9 +140,7 @@ class Promoter:
         """How many of these blocks are coming from each tier."""
         return Counter(coming.source for id, coming in self._coming.items() if id in ids)
 
-    def _promote(
-        self, namespace: Namespace, ids: list[bytes], found: Sequence[Lower | None]
-    ) -> list[Coming]:
+    def _promote(self, namespace: Namespace, ids: list[bytes], found: Sequence[Lower | None]) -> list[Coming]:
         """Start to bring blocks up, those that are not coming already; STORED or PRESENT when they are in host."""
         fresh = {id: lower for id, lower in zip(ids, found, strict=True) if lower is not None}
         reserved = self._host.reserve(namespace, list(fresh), DAEMON) if fresh else []

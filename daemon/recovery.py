@@ -3,7 +3,6 @@
 Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, ``config_s3`` and ``sessions``.
 """
 
-import fcntl
 import logging
 import os
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from terracekv.daemon.config_s3 import settings_of
 from terracekv.daemon.sessions import read_secret
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.errors import ConfigError, InUse
+from terracekv.tiers.errors import ConfigError
+from terracekv.tiers.folder import claim
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.slots import SlotTable, table_fits
@@ -56,26 +56,13 @@ def open_tiers(config: Config) -> Tiers:
     """
     state = config.daemon.state_dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state_lock = _own(state)
+    # Whoever writes namespaces.json beside us could undo a flush. The lock is on the folder itself.
+    state_lock = claim(os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), state, "daemon.state_dir")
     try:
         return _open(config, state, state_lock)
     except BaseException:
         os.close(state_lock)
         raise
-
-
-def _own(state: Path) -> int:
-    """Whoever writes ``namespaces.json`` beside us could undo a flush. The lock is on the folder itself."""
-    fd = os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise InUse(
-            f"{state} belongs to a daemon that is running",
-            "stop that daemon, or give this one another daemon.state_dir",
-        ) from None
-    return fd
 
 
 def _open(config: Config, state: Path, state_lock: int) -> Tiers:

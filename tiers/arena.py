@@ -1,13 +1,12 @@
 """The arena: one file on tmpfs that daemon and engines map, and through which every block's bytes pass.
 
 Owns ``arena`` and ``owner.lock`` in the runtime folder. Made by the daemon before anything else; ``prepare`` runs in
-a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget`` and ``errors``.
+a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget``, ``folder`` and ``errors``.
 
 Room for the whole arena is checked before start. Slabs (equal parts of it) are allocated with ``posix_fallocate``
 before anybody may write to them, so a shortage is an error with numbers and never a SIGBUS.
 """
 
-import fcntl
 import mmap
 import os
 import threading
@@ -15,7 +14,8 @@ from pathlib import Path
 
 from terracekv.kernels.pages import populate
 from terracekv.tiers.budget import filesystem_type
-from terracekv.tiers.errors import InUse, NoRoom
+from terracekv.tiers.errors import NoRoom
+from terracekv.tiers.folder import claim
 
 PREPARE_BYTES = 32 << 20
 
@@ -42,7 +42,8 @@ class Arena:
         """Slabs, from the first on, that may be written to. Only grows."""
         self.last_error: str | None = None
         self._stopping = threading.Event()
-        self._lock_fd = _own(folder / "owner.lock")
+        lock_fd = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = claim(lock_fd, folder, "daemon.runtime_dir")
         try:
             self.adopted = self._open(adopt)
             self._map = mmap.mmap(self._fd, size_bytes)
@@ -129,17 +130,3 @@ class Arena:
             self._map.close()
         except BufferError:
             pass  # a view handed out is still alive somewhere: the mapping goes with the last one
-
-
-def _own(path: Path) -> int:
-    """Hold the folder for the life of the process: the kernel lets go when it dies, however it dies."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise InUse(
-            f"{path.parent} belongs to a daemon that is running",
-            "stop that daemon, or give this one another daemon.runtime_dir",
-        ) from None
-    return fd
