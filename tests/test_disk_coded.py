@@ -212,16 +212,17 @@ def test_a_sound_header_that_lies_is_never_believed(disk: Disks, fields: dict[st
 
 @pytest.mark.parametrize("id", [SHRINKING[0], name(1)], ids=["coded", "raw"])
 def test_slots_are_read_and_written_with_no_copy_beside_the_coding(disk: Disks, id: bytes) -> None:
-    namespace = registered(disk.namespaces, 4, block_bytes=16 * PAGE)
-    payload = payload_of(id, size=namespace.block_bytes)
+    size = 16 * PAGE - 100
+    namespace = registered(disk.namespaces, 4, block_bytes=size)
+    payload = payload_of(id, size=size)
     with closing(disk.open(codec="on")) as tier, tier._records._coder.scratch.lend(16 * PAGE, 0) as slot:
         if tier.status().mode != "direct":
             pytest.skip("this file system does not take direct I/O")
         assert slot is not None
-        slot[:] = payload
+        slot[:size] = payload
         assert tier.put(namespace, id, slot, checksum(payload)) is Outcome.STORED
-        slot[:] = bytes(len(slot))
-        assert tier.get(namespace, id, slot) is Outcome.HIT and slot == payload
+        slot[:size] = bytes(size)
+        assert tier.get(namespace, id, slot) is Outcome.HIT and slot[:size] == payload
         assert {record.codec for record in records(disk)} == {Codec.PLANES_16 if id in SHRINKING else Codec.RAW}
         assert not len(tier._files._staging.payload), "bytes went through memory of the segment files"
 
@@ -270,6 +271,7 @@ def test_left_to_itself_it_codes_where_the_disk_is_slower_than_the_codec(
         assert (details["coded_blocks"], details["raw_blocks"]) == (coded, 20 - coded)
         assert details["codec_chosen_namespaces"] == int(coded == 20)
         assert details["codec_encode_bytes_per_s"] and details["codec_decode_bytes_per_s"]
+        assert details["link_up_bytes_per_s"] and details["link_down_bytes_per_s"]
 
 
 def test_without_memory_to_code_in_blocks_are_stored_raw_and_coded_ones_wait(
