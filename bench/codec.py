@@ -13,7 +13,8 @@ import zstandard
 
 from terracekv.bench.figures import median, note, report
 from terracekv.kernels.planes import merge, split
-from terracekv.tiers.codec import CHUNK_BYTES, Codec, codec_for, decode, encode
+from terracekv.tiers.codec import CHUNK_BYTES, decode, encode
+from terracekv.tiers.codec_id import Codec, codec_for
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "design.md"
 BLOCK_TOKENS = 256

@@ -70,6 +70,7 @@ class Disk(Struct, frozen=True, forbid_unknown_fields=True):
     segment: Size = 256 * MIB
     direct: Literal["auto", "on", "off"] = "auto"
     admission: Literal["all", "second_touch"] = "all"
+    codec: Literal["auto", "on", "off"] = "off"
     free_floor: Size = 1 * GIB
 
 

@@ -23,8 +23,8 @@ from terracekv.tiers.budget import Budget, show
 from terracekv.tiers.errors import TerraceError
 from terracekv.tiers.tier import PAGE
 
-LIBRARIES = ("aiohttp", "lmdb", "msgspec", "numpy", "prometheus-client", "uvloop", "xxhash")
-S3_LIBRARIES = ("boto3", "zstandard")
+LIBRARIES = ("aiohttp", "lmdb", "msgspec", "numpy", "prometheus-client", "uvloop", "xxhash", "zstandard")
+S3_LIBRARIES = ("boto3",)
 NOT_BUILT = "the gpu tier is not in this version"
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "glusterfs"}
 FILES_MIN = 1024

@@ -94,6 +94,17 @@ TIER_COUNTERS = {
 }
 
 
+CODEC_COUNTERS = {
+    "coded_blocks": "Blocks that were compressed on their way to the tier.",
+    "raw_blocks": "Blocks that went to the tier as they are.",
+}
+CODEC_GAUGES = {
+    "codec_ratio": "Payload bytes for each byte that the codec makes of them; 0 before the first block.",
+    "codec_chosen_namespaces": "Namespaces whose blocks are compressed for the tier.",
+}
+"""Details of the tiers that have a codec."""
+
+
 class Metrics(Collector):
     """``routes`` are all ``(method, path template)`` pairs that can be observed."""
 
@@ -180,6 +191,7 @@ class Metrics(Collector):
         for name, status in tiers.items():
             modes.add_metric([name, status.mode], 1)
         yield modes
+        yield from _codecs(tiers)
         yield from self._flows()
         yield from self._bandwidth()
 
@@ -240,6 +252,29 @@ def _labelled(name: str, documentation: str, label: str, counts: dict[str, int])
     for value, count in counts.items():
         family.add_metric([value], count)
     return family
+
+
+def _codecs(tiers: dict[str, TierStatus]) -> Iterator[Metric]:
+    details = {name: status.details for name, status in tiers.items() if "codec" in status.details}
+    for field, documentation in CODEC_COUNTERS.items():
+        counter = CounterMetricFamily(f"{P}tier_{field}", documentation, labels=["tier"])
+        for name, known in details.items():
+            counter.add_metric([name], float(known[field] or 0))
+        yield counter
+    for field, documentation in CODEC_GAUGES.items():
+        gauge = GaugeMetricFamily(f"{P}tier_{field}", documentation, labels=["tier"])
+        for name, known in details.items():
+            gauge.add_metric([name], float(known[field] or 0))
+        yield gauge
+    rate = GaugeMetricFamily(
+        P + "tier_codec_bytes_per_second",
+        "Payload bytes that one thread codes or decodes in a second; 0 before the first block.",
+        labels=["tier", "direction"],
+    )
+    for name, known in details.items():
+        for direction in ("encode", "decode"):
+            rate.add_metric([name, direction], float(known[f"codec_{direction}_bytes_per_s"] or 0))
+    yield rate
 
 
 def _by_tier(family: GaugeMetricFamily, tiers: dict[str, TierStatus], field: str) -> Metric:

@@ -92,6 +92,7 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
                 capacity_bytes=config.disk.size,
                 segment_bytes=config.disk.segment,
                 direct=config.disk.direct,
+                codec=config.disk.codec,
                 namespaces=namespaces,
                 free_floor_bytes=config.disk.free_floor,
             )

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from terracekv.tests.blocks import in_threads, registered
 from terracekv.tiers import chooser, codec
 from terracekv.tiers.chooser import AGAIN_EVERY, TRIES, Chooser
-from terracekv.tiers.codec import CHUNK_BYTES, Codec, codec_for, decode, encode, known
+from terracekv.tiers.codec import CHUNK_BYTES, decode, encode
+from terracekv.tiers.codec_id import Codec, codec_for, known
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.namespace import Namespace, Namespaces
 

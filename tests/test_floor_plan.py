@@ -261,6 +261,10 @@ def test_daemon_loads_no_torch() -> None:
     assert not {"torch", "transformers", "cupy", "triton", "cuda"} & loaded_by(code)
 
 
+def test_a_daemon_of_memory_and_disk_loads_no_codec_and_no_bucket() -> None:
+    assert not {"boto3", "botocore", "numpy", "zstandard"} & loaded_by("import terracekv.daemon.__main__")
+
+
 def test_command_line_is_light() -> None:
     """``terracekv status`` is typed often: it starts without the daemon's libraries and without tables."""
     heavy = {"aiohttp", "asyncio", "lmdb", "numpy", "prometheus_client", "rich", "torch", "uvloop"}

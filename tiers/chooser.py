@@ -1,7 +1,7 @@
 """Whether to compress: decided for each namespace by measurement, and reported.
 
 Owns the measured rates and the state of each namespace, under one lock; no I/O. Called by the tiers that code their
-blocks, from any worker thread. Imports ``codec`` and ``namespace``.
+blocks, from any worker thread. Imports ``codec_id`` and ``namespace``.
 
 A block that is coded costs processor time once on its way down and once on its way up, and saves link time on both:
 
@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from terracekv.tiers.codec import Codec, codec_for
+from terracekv.tiers.codec_id import Codec, codec_for
 from terracekv.tiers.namespace import Namespace
 
 TRIES = 4
@@ -140,7 +140,7 @@ class Chooser:
                 "codec_ratio": round(payload / stored, 3) if stored else None,
                 "codec_encode_bytes_per_s": self._encode.bytes_per_s,
                 "codec_decode_bytes_per_s": self._decode.bytes_per_s,
-                "codec_chosen_namespaces": sum(state.chosen for state in states),
+                "codec_chosen_namespaces": sum(map(self._uses, states)),
                 "codec_tried_namespaces": len(states),
                 "coded_blocks": self.coded_blocks,
                 "raw_blocks": self.raw_blocks,
@@ -151,8 +151,10 @@ class Chooser:
     def chosen(self, namespace: Namespace) -> bool:
         """Whether blocks of a namespace are coded now, trials aside."""
         with self._lock:
-            state = self._state(namespace)
-            return self.mode == "on" or (self.mode == "auto" and state.chosen)
+            return self._uses(self._state(namespace))
+
+    def _uses(self, state: _State) -> bool:
+        return self.mode == "on" or (self.mode == "auto" and state.chosen)
 
     def _state(self, namespace: Namespace) -> _State:
         state = self._states.get(namespace.id)

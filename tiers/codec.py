@@ -2,7 +2,7 @@
 
 Owns one compressor, one decompressor and a little scratch memory per thread, never shared: such a context has no
 lock, and two threads in one corrupt both their data. Called by tiers' callers from any worker thread.
-Imports ``errors`` and ``kernels.planes``.
+Imports ``codec_id``, ``errors`` and ``kernels.planes``.
 
 A coded payload is a sequence of chunks, each of which holds ``CHUNK_BYTES`` of the payload (the last one the rest):
 
@@ -15,11 +15,11 @@ checked before a byte is written: what a chunk must expand to is known from its 
 import struct
 import threading
 from collections.abc import Callable
-from enum import IntEnum
 
 import zstandard
 
 from terracekv.kernels.planes import merge, split
+from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.errors import Damaged
 
 CHUNK_BYTES = 128 << 10
@@ -43,23 +43,6 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 )
 
 
-class Codec(IntEnum):
-    """How stored bytes become the payload; the number is in the record (0 is ``segment.CODEC_RAW``)."""
-
-    RAW = 0
-    PLANES_16 = 1
-    """Two planes: bf16, fp16."""
-    PLANES_32 = 2
-    """Four planes: fp32."""
-    PLANES_8 = 3
-    """One plane: fp8, int8."""
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element; 0 for RAW."""
-        return (0, 2, 4, 1)[self]
-
-
 class _Mine(threading.local):
     """What each thread has for itself."""
 
@@ -71,20 +54,6 @@ class _Mine(threading.local):
 
 
 _mine = _Mine()
-
-
-def known(number: int) -> bool:
-    """Whether this version can decode the codec of a record."""
-    return any(number == codec for codec in Codec)
-
-
-def codec_for(dtype: str) -> Codec:
-    """The codec that fits a namespace's KV dtype (``bfloat16``, ``float8_e4m3fn``, ``int8`` ...); any is lossless on
-    any bytes, so a dtype of another name only compresses less."""
-    for digits, codec in (("64", Codec.RAW), ("32", Codec.PLANES_32), ("16", Codec.PLANES_16), ("8", Codec.PLANES_8)):
-        if digits in dtype.removeprefix("torch."):
-            return codec
-    return Codec.PLANES_16
 
 
 def encode(codec: Codec, payload: memoryview, into: memoryview) -> int | None:

@@ -2,8 +2,8 @@
 
 Owns the bucket's client and the thread that tries again while the bucket is down. Called by the daemon's worker
 threads; ``leading``, ``knows`` and ``status`` also on its event loop, as they never touch the network. Imports
-``breaker``, ``bucket``, ``caller``, ``chooser``, ``codec``, ``epochs``, ``errors``, ``ledger``, ``namespace``,
-``presence``, ``s3_errors``, ``s3_record``, ``s3_settings``, ``scout``, ``scratch`` and ``tier``.
+``breaker``, ``bucket``, ``caller``, ``codec_id``, ``coder``, ``epochs``, ``errors``, ``ledger``, ``namespace``,
+``presence``, ``s3_errors``, ``s3_record``, ``s3_settings``, ``scout`` and ``tier``.
 
 Objects are named by content and never change, so nodes need no coordination. An answer about presence is a hint: an
 object may be stored, age out or rot at any time, and only a get tells. Within one node puts and deletes of a block
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from terracekv.tiers.breaker import NotTried, State
 from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.caller import Caller
-from terracekv.tiers.chooser import Chooser
-from terracekv.tiers.codec import Codec, encode
+from terracekv.tiers.codec_id import Codec
+from terracekv.tiers.coder import Coder, Stored
 from terracekv.tiers.epochs import Epochs
 from terracekv.tiers.errors import ConfigError, Damaged, TerraceError, TierDown, TierFull
 from terracekv.tiers.ledger import Ledger
@@ -29,8 +29,7 @@ from terracekv.tiers.s3_errors import Forbidden, NoBucket, Refused
 from terracekv.tiers.s3_record import header, key_of, pack, payload, place_of
 from terracekv.tiers.s3_settings import S3Settings
 from terracekv.tiers.scout import Scout
-from terracekv.tiers.scratch import Scratch
-from terracekv.tiers.tier import PAGE, Outcome, TierStatus
+from terracekv.tiers.tier import Outcome, TierStatus
 
 MARKER = b"TerraceKV keeps blocks of KV cache here. This object is written and read back at every start.\n"
 TRIAL_S = 3.0
@@ -54,8 +53,8 @@ class S3Tier:
         self.breaker = self._caller.breaker
         self._epochs = Epochs(self._caller, namespaces)
         self._scout = Scout(self._caller, presence, self._failed)
-        self._scratch = Scratch(settings.codec_memory_bytes)
-        self.chooser = Chooser(settings.codec)
+        self._coder = Coder(settings.codec, settings.codec_memory_bytes)
+        self.chooser = self._coder.chooser
         self._ledger = Ledger(self.name)
         self._probed = False
         self.read_only = False
@@ -110,7 +109,8 @@ class S3Tier:
             with self._scout.writing(id):
                 present = self._scout.present(namespace, id, deadline)
                 if not present:
-                    self._store(namespace, id, payload[: namespace.block_bytes], checksum, deadline)
+                    with self._coder.stored(namespace, payload, deadline) as stored:
+                        self._send(namespace, id, stored, checksum, deadline)
                 if not self._namespaces.is_current(namespace):
                     return Outcome.STALE
                 self._scout.presence.note(namespace.stamp, id, True, self.settings.present_ttl_s)
@@ -218,7 +218,7 @@ class S3Tier:
                 "redated": self._scout.redated,
                 "aged_out": self._scout.aged_out,
                 "rtt_s": self._scout.rtt_s,
-                **self.chooser.report(),
+                **self._coder.report(),
             },
         )
 
@@ -226,7 +226,7 @@ class S3Tier:
         """See ``Tier.check``: when idle, nothing is under way and all lent memory is back. The bucket itself is
         checked by ``s3_audit.verify``."""
         assert self._caller.throttle.running == 0, f"{self._caller.throttle.running} calls are under way"
-        assert self._scratch.lent == 0, f"{self._scratch.lent} buffers are lent"
+        self._coder.check()
         self._scout.check()
 
     def close(self) -> None:
@@ -241,37 +241,17 @@ class S3Tier:
     def _key(self, namespace: Namespace, id: bytes) -> str:
         return key_of(self.settings.root, namespace.id, namespace.epoch, id)
 
-    def _store(self, namespace: Namespace, id: bytes, content: memoryview, digest: int, deadline: float) -> None:
-        size = namespace.block_bytes
-        codec = self.chooser.codec(namespace)
-        if codec is Codec.RAW or size <= PAGE:
-            self._send(namespace, id, Codec.RAW, content, digest, deadline)
-            return
-        with self._scratch.lend(size, deadline) as room:
-            stored = None
-            if room is not None:
-                started = time.perf_counter()
-                # Less than a page saved is nothing saved.
-                stored = encode(codec, content, room[: size - PAGE])
-                self.chooser.coded(namespace, size, stored, time.perf_counter() - started)
-            if room is not None and stored is not None:
-                self._send(namespace, id, codec, room[:stored], digest, deadline)
-            else:
-                self._send(namespace, id, Codec.RAW, content, digest, deadline)
-
-    def _send(
-        self, namespace: Namespace, id: bytes, codec: Codec, stored: memoryview, digest: int, deadline: float
-    ) -> None:
+    def _send(self, namespace: Namespace, id: bytes, stored: Stored, digest: int, deadline: float) -> None:
         key = self._key(namespace, id)
-        buffers = pack(namespace, id, codec, stored, digest)
+        buffers = pack(namespace, id, stored.codec, stored.view[: stored.size], digest)
 
         def send() -> None:
             started = time.perf_counter()
             self._bucket.put(key, buffers, deadline)
-            self.chooser.sent(len(stored), time.perf_counter() - started)
+            self.chooser.sent(stored.size, time.perf_counter() - started)
 
         self._caller.call(send, deadline)
-        self.chooser.stored(codec)
+        self.chooser.stored(stored.codec)
         self._scout.note_age(namespace, id, 0.0)
 
     def _fetch(self, namespace: Namespace, id: bytes, into: memoryview, deadline: float) -> bool:

@@ -1,7 +1,7 @@
 """How a block lies in a bucket: the name of its object, and the record that is the object's body.
 
-Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``bucket``, ``checksum``,
-``codec``, ``errors``, ``namespace``, ``segment`` and ``tier``.
+Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``bucket``, ``codec_id``,
+``coder``, ``errors``, ``namespace``, ``segment`` and ``tier``.
 """
 
 import re
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from terracekv.tiers.block import BLOCK_ID_BYTES, KEY_BYTES, block_id, shard_of
 from terracekv.tiers.bucket import Body
-from terracekv.tiers.checksum import RunningChecksum
-from terracekv.tiers.codec import Codec, decode, known
+from terracekv.tiers.codec_id import Codec
+from terracekv.tiers.coder import restore
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.segment import Record, pages_of
@@ -87,14 +87,8 @@ def payload(body: Body, record: Record, into: memoryview) -> float:
 
     Damaged when it is not the payload of which the header has the checksum.
     """
-    assert len(into) == record.payload_bytes
-    if not known(record.codec):
-        raise Damaged(f"{body.about.key} is of codec {record.codec}, which this version does not know")
     started, waited_s = time.perf_counter(), body.waited_s
-    running = RunningChecksum()
-    decode(Codec(record.codec), body.read_into, record.stored_bytes, into, running.add)
+    restore(record, body.read_into, into, body.about.key)
     decoding_s = time.perf_counter() - started - (body.waited_s - waited_s)
     body.read_into(memoryview(bytearray(pages_of(record.stored_bytes) * PAGE - record.stored_bytes)))
-    if running.value != record.checksum:
-        raise Damaged(f"{body.about.key} has other bytes than were stored")
     return max(0.0, decoding_s)

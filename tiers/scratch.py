@@ -1,5 +1,6 @@
 """Memory for work under way, lent within a bound. Owns the buffers; any thread. Standard library only."""
 
+import mmap
 import threading
 import time
 from collections.abc import Iterator
@@ -7,7 +8,8 @@ from contextlib import contextmanager
 
 
 class Scratch:
-    """Lends at most ``limit_bytes`` at once, and keeps what comes back for the next: fresh pages are slow."""
+    """Lends at most ``limit_bytes`` at once, and keeps what comes back for the next: fresh pages are slow.
+    Buffers begin at a page, so that direct I/O can use them."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -40,7 +42,7 @@ class Scratch:
                     while self._idle and self._held_bytes + size > self.limit_bytes:
                         self._held_bytes -= len(self._idle.pop(0))
                     if self._held_bytes + size <= self.limit_bytes:
-                        fitting = memoryview(bytearray(size))
+                        fitting = memoryview(mmap.mmap(-1, size, mmap.MAP_PRIVATE))
                         self._held_bytes += size
                         self.lent += 1
                         return fitting

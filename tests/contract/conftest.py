@@ -27,15 +27,15 @@ Opener = Callable[[Path, Namespaces, int], AbstractContextManager[Tier]]
 
 
 @contextmanager
-def open_disk(folder: Path, namespaces: Namespaces, holds_bytes: int, direct: str = "auto") -> Iterator[Tier]:
+def open_disk(folder: Path, namespaces: Namespaces, holds_bytes: int, **settings: str) -> Iterator[Tier]:
     with closing(
         DiskTier(
             folder / "disk",
             capacity_bytes=holds_bytes + (6 << 20),
             segment_bytes=1 << 20,
-            direct=direct,
             namespaces=namespaces,
             free_floor_bytes=0,
+            **settings,
         )
     ) as tier:
         yield tier
@@ -43,7 +43,13 @@ def open_disk(folder: Path, namespaces: Namespaces, holds_bytes: int, direct: st
 
 @contextmanager
 def open_buffered_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
-    with open_disk(folder, namespaces, holds_bytes, "off") as tier:
+    with open_disk(folder, namespaces, holds_bytes, direct="off") as tier:
+        yield tier
+
+
+@contextmanager
+def open_coded_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
+    with open_disk(folder, namespaces, holds_bytes, codec="on") as tier:
         yield tier
 
 
@@ -79,7 +85,13 @@ def open_bucket(server: S3Stub | Seaweed, namespaces: Namespaces) -> Iterator[Ti
         yield tier
 
 
-OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk, "host": open_host, "s3": open_s3}
+OPENERS: dict[str, Opener] = {
+    "disk": open_disk,
+    "disk-buffered": open_buffered_disk,
+    "disk-coded": open_coded_disk,
+    "host": open_host,
+    "s3": open_s3,
+}
 REAL_OPENERS: dict[str, Opener] = {"s3-server": open_real_s3}
 """Those that start a server of their own."""
 

@@ -60,8 +60,9 @@ class Machine(RuleBasedStateMachine):
         segments=st.sampled_from([2, 3, 16]),
         admission=st.sampled_from(["all", "second_touch"]),
         queue_blocks=st.sampled_from([3, 1000]),
+        codec=st.sampled_from(["off", "on"]),
     )
-    def begin(self, segments: int, admission: str, queue_blocks: int) -> None:
+    def begin(self, segments: int, admission: str, queue_blocks: int, codec: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="terracekv-model-", dir=SHM))
         self.books = Books()
         self.engines: list[Engine] = []
@@ -76,7 +77,7 @@ class Machine(RuleBasedStateMachine):
         self.doomed: set[int] = set()
         """Slots that outlive their blocks because somebody reads them."""
         self.new_step()
-        self.world = World(self.folder, segments=segments, admission=admission, queue_blocks=queue_blocks)
+        self.world = World(self.folder, segments=segments, admission=admission, queue_blocks=queue_blocks, codec=codec)
         self.live()
 
     def new_step(self) -> None:

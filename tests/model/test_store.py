@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from terracekv.tests.model.books import MODELS, Model, Seen, look, read
+from terracekv.tests.model.books import MODELS, Model, Seen, look, lying, read
 from terracekv.tests.model.engine_rules import EngineRules
 from terracekv.tests.model.machine import any_of, chain_of, length_of, model_of, mortal
 from terracekv.tests.model.world import Media
@@ -256,7 +256,8 @@ class StoreMachine(EngineRules):
             self.world.flip_on_disk(segment, page * PAGE - offset - 1)
             self.books.headless.add((segment, page))
         else:
-            self.world.flip_on_disk(segment, (page + 1) * PAGE + offset)
+            _, stored = lying(self.world, (segment, page), size_of(id))
+            self.world.flip_on_disk(segment, (page + 1) * PAGE + offset % len(stored))
             self.books.rotten.add(read(self.world, (segment, page), size_of(id))[1])
 
     @precondition(lambda self: self.age >= AGE_MIN)
@@ -265,13 +266,15 @@ class StoreMachine(EngineRules):
         rot=st.none() | any_of,
         catalog=mostly,
         host=mostly,
+        codec=st.sampled_from(["off", "on"]),
         hurried=st.none() | model_of,
     )
     @mortal
     def the_daemon_is_started_again(
-        self, how: str, rot: int | None, catalog: bool, host: bool, hurried: Model | None
+        self, how: str, rot: int | None, catalog: bool, host: bool, codec: str, hurried: Model | None
     ) -> None:
-        """``rot`` spoils a bit of the arena, ``catalog`` and ``host`` say what the next life finds."""
+        """``rot`` spoils a bit of the arena, ``catalog`` and ``host`` say what the next life finds, ``codec`` how it
+        writes to disk."""
         if how == "stopped":
             self.do_all_jobs()
         if how != "killed":
@@ -280,6 +283,7 @@ class StoreMachine(EngineRules):
                 self.leave(self.engines[0], False)
             self.settle()
         before = look(self.world)
+        self.world.set_codec(codec)
         end = self.world.crash if how == "killed" else self.world.close
         self.die(end, lambda: self.between_lives(before, rot, catalog, host))
         self.live()

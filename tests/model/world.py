@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from terracekv.daemon.config import Config, Daemon, Disk, Host
@@ -123,7 +124,7 @@ class World:
     store: Store
     sessions: Sessions
 
-    def __init__(self, folder: Path, *, segments: int, admission: str, queue_blocks: int) -> None:
+    def __init__(self, folder: Path, *, segments: int, admission: str, queue_blocks: int, codec: str) -> None:
         self.runtime = folder / "runtime"
         self.config = Config(
             daemon=Daemon(runtime_dir=self.runtime, state_dir=folder / "state", queue=queue_blocks * 12_288),
@@ -137,6 +138,7 @@ class World:
                 free_floor=0,
             ),
         )
+        self.set_codec(codec)
         self.loop = asyncio.new_event_loop()
         self._patch = pytest.MonkeyPatch()
         self.media = Media(self._patch)
@@ -144,6 +146,11 @@ class World:
         """What happens while a job stands at a line that is armed with ``sleep``."""
         self._replace_failpoints()
         self.open()
+
+    def set_codec(self, codec: str) -> None:
+        """For lives that begin after this: what the disk tier does to blocks that get smaller."""
+        disk = msgspec.structs.replace(self.config.disk, codec="on" if codec == "on" else "off")
+        self.config = msgspec.structs.replace(self.config, disk=disk)
 
     def _replace_failpoints(self) -> None:
         def die(pid: int, number: int) -> None:
