@@ -103,10 +103,6 @@ class EngineDoor:
                 namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
             except OSError as error:
                 return protocol.Refused("model", f"a new namespace cannot be noted in the state folder: {error}")
-        if namespace.shards != hello.shards:
-            return protocol.Refused(
-                "shards", f"this namespace has {namespace.shards} shards, the engine says {hello.shards}"
-            )
         return self.sessions.start(self.table.next_session(), namespace, hello.shard, hello.pid, hello.engine[:128])
 
 

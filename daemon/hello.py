@@ -42,7 +42,7 @@ def judge(hello: protocol.Hello, *, slab_bytes: int, secret: bytes) -> protocol.
             " block_tokens, or a larger host.slab",
         )
     names = {"model": hello.model, "revision": hello.revision, "dtype": hello.dtype}
-    layout = hello.layout.digest()
+    layout = hello.layout.digest(hello.shards)
     salt = tenant_salt(secret, hello.credential)
     return Namespace(
         id=namespace_id(**names, layout=layout, block_tokens=hello.block_tokens, salt=salt),

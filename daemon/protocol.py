@@ -57,8 +57,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             total += elements * self.item_bytes
         return total
 
-    def digest(self) -> bytes:
-        """32 bytes; differs whenever any field does."""
+    def digest(self, shards: int = 1) -> bytes:
+        """32 bytes; differs whenever any field does, or the number of shards of which this is one's layout."""
         parts = [
             b"terracekv/layout/1\0",
             field(1, self.axes.encode()),
@@ -68,6 +68,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         for group in self.groups:
             numbers = (group.layers, len(group.shape), *group.shape, *group.strides)
             parts.append(field(4, struct.pack(f"<{len(numbers)}q", *numbers)))
+        if shards > 1:
+            parts.append(field(5, LENGTH.pack(shards)))
         return hashlib.sha256(b"".join(parts)).digest()
 
     def problem(self, block_tokens: int) -> str | None:
