@@ -75,6 +75,7 @@ TEXT = {
     ".html",
     ".css",
     ".js",
+    ".cpp",
     ".cu",
     ".h",
     ".json",

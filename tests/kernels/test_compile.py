@@ -1,0 +1,55 @@
+"""``copy.cu`` under the real compiler: no warning, nothing spilled, wide accesses. No GPU is needed to compile."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from terracekv.kernels.runs import Runs
+from terracekv.tests.kernels.emulated import constants
+
+SOURCE = Path(__file__).parents[2] / "kernels" / "copy.cu"
+NVCC = shutil.which("nvcc")
+KERNELS = {"gather_runs", "scatter_runs", "split_planes", "merge_planes"}
+REGISTERS_MAX = 64
+"""So that 1024 threads still fit on a multiprocessor."""
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+
+pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc, CUDA's compiler")
+
+
+def compiled(output: Path, *flags: str) -> str:
+    """What the compiler says; AssertionError when it says no."""
+    assert NVCC is not None
+    command = [NVCC, "-std=c++17", "-Werror", "all-warnings", "-Xptxas", "-v", *flags, "-o", str(output), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_for(architecture: str, tmp_path: Path) -> None:
+    said = compiled(tmp_path / "cubin", "-cubin", f"-arch={architecture}")
+    assert set(re.findall(r"Compiling entry function '(\w+)'", said)) == KERNELS
+    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}, said
+    registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+    print(f"{architecture}: registers {registers}, no spills")
+    assert len(registers) == len(KERNELS) and max(registers) <= REGISTERS_MAX
+
+
+def test_kernels_for_one_geometry_compile_too(tmp_path: Path) -> None:
+    plan = Runs((0,), 65536, 64, 32768, tuple(range(16)))
+    said = compiled(tmp_path / "cubin", "-cubin", "-arch=sm_90", *constants(plan))
+    assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
+
+
+def test_runs_and_planes_move_in_words_of_16_bytes(tmp_path: Path) -> None:
+    compiled(tmp_path / "ptx", "-ptx", "-arch=sm_80")
+    code = (tmp_path / "ptx").read_text()
+    bodies = dict(re.findall(r"\.entry (\w+)\((.*?)\n}", code, re.DOTALL))
+    assert bodies.keys() == KERNELS
+    for name, body in bodies.items():
+        assert re.search(r"\bld(\.global)?\.v4\.u32\b", body), name
+        assert re.search(r"\bst(\.global)?\.v4\.u32\b", body), name
