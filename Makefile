@@ -5,6 +5,8 @@ BIN := $(CURDIR)/$(VENV)/bin
 # The folders under their one import name, tests and bench included, which no wheel ships.
 export PYTHONPATH := $(CURDIR)/.ns
 INSTALL = $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
+# What only a machine with a GPU installs: these lines of constraints.txt are renewed by hand.
+GPU_ONLY = ^(cupy-|cuda-)
 BENCHES = $(filter-out bench/demo%.py,$(sort $(shell grep -l __main__ bench/*.py)))
 # Tests that load torch, by themselves or through a helper: test goes without them and e2e runs them.
 TORCH = ^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)
@@ -53,7 +55,7 @@ wheel: $(VENV)/run.stamp  ## build the wheel into dist/
 
 constraints: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## renew constraints.txt from the newest versions
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev]"
-	(sed '/^[^#]/d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==' | sed 's/+cpu$$//') > constraints.new
+	(sed '/^[^#]/d' constraints.txt; (grep -E '$(GPU_ONLY)' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==|$(GPU_ONLY)' | sed 's/+cpu$$//') | sort -f) > constraints.new
 	mv constraints.new constraints.txt
 
 clean:  ## remove what the other verbs made, .venv too

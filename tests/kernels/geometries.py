@@ -75,7 +75,8 @@ def paged(draw: st.DrawFn) -> Paged:
         run = draw(st.one_of(st.integers(1, 80), st.integers(4000, 9000)))
         stride = run + draw(st.sampled_from((0, 1, 4, 8, 16, run)))
         extent = page_count * stride
-        bases = [index * extent + draw(st.integers(0, 3)) * index for index in range(draw(st.integers(1, 4)))]
+        gaps = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+        bases = [sum(gaps[: index + 1]) + index * extent for index in range(len(gaps))]
         size = bases[-1] + extent
         starts = tuple(draw(st.permutations(bases)))
     else:

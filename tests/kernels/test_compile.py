@@ -1,5 +1,6 @@
 """``copy.cu`` under the real compiler: no warning, nothing spilled, wide accesses. No GPU is needed to compile."""
 
+import ctypes
 import re
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from terracekv.kernels.cuda import _BATCH_IN_STREAM_ORDER, _Attributes
 from terracekv.kernels.runs import Runs
 from terracekv.tests.kernels.emulated import constants
 
@@ -53,3 +55,26 @@ def test_runs_and_planes_move_in_words_of_16_bytes(tmp_path: Path) -> None:
     for name, body in bodies.items():
         assert re.search(r"\bld(\.global)?\.v4\.u32\b", body), name
         assert re.search(r"\bst(\.global)?\.v4\.u32\b", body), name
+
+
+def test_the_batch_copys_attributes_lie_as_the_driver_reads_them(tmp_path: Path) -> None:
+    source = tmp_path / "layout.cu"
+    fields = {
+        "access_order": "srcAccessOrder",
+        "source_hint": "srcLocHint",
+        "target_hint": "dstLocHint",
+        "flags": "flags",
+    }
+    checks = "".join(
+        f'static_assert(offsetof(CUmemcpyAttributes, {theirs}) == {getattr(_Attributes, ours).offset}, "{ours}");\n'
+        for ours, theirs in fields.items()
+    )
+    source.write_text(
+        "#include <cstddef>\n#include <cuda.h>\n"
+        + checks
+        + f'static_assert(sizeof(CUmemcpyAttributes) == {ctypes.sizeof(_Attributes)}, "size");\n'
+        + f'static_assert(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM == {_BATCH_IN_STREAM_ORDER}, "order");\n'
+    )
+    assert NVCC is not None
+    done = subprocess.run([NVCC, "-c", str(source), "-o", str(tmp_path / "o")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

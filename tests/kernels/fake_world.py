@@ -1,0 +1,32 @@
+"""The machine under a fake CUDA: the memory of its GPU and what of the host is pinned, in the test's own memory.
+
+Owns the memory. Used by ``fake_cupy.py``. Standard library only.
+"""
+
+import ctypes
+from typing import Any
+
+FRESH, FREED = 0xDD, 0xEE
+
+
+class World:
+    """The machine: allocations of all its processes. ``bus`` and ``memory`` are bytes a second, for the clocks."""
+
+    def __init__(self, *, bus: float = 50e9, memory: float = 1000e9, mapped: float = 25e9) -> None:
+        self.bus, self.memory, self.mapped = bus, memory, mapped
+        self.device: dict[int, int] = {}
+        self.buffers: dict[int, Any] = {}
+        self.freed: dict[int, int] = {}
+        self.pinned: dict[int, int] = {}
+        self.handles: dict[bytes, int] = {}
+
+    def allocate(self, size: int) -> int:
+        buffer = (ctypes.c_ubyte * (size + 512))()
+        address = -(-ctypes.addressof(buffer) // 256) * 256
+        ctypes.memset(address, FRESH, size)
+        self.buffers[address] = buffer
+        self.freed.pop(address, None)
+        return address
+
+    def inside(self, ranges: dict[int, int], address: int, size: int = 1) -> bool:
+        return any(start <= address and address + size <= start + length for start, length in ranges.items())
