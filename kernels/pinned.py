@@ -68,9 +68,12 @@ class Pinned:
 
     def covers(self, address: int, size: int) -> bool:
         """Whether all these bytes are pinned, and by one registration."""
+        return self.covers_all(address, size) and len(self.spans(address, size)) == 1
+
+    def covers_all(self, address: int, size: int) -> bool:
+        """Whether all these bytes are pinned, be it by several registrations."""
         start = address - self._address
-        inside = 0 <= start and start + size <= self.pinned_bytes
-        return inside and len(self.spans(address, size)) == 1
+        return 0 <= start and start + size <= self.pinned_bytes
 
     def spans(self, address: int, size: int) -> list[tuple[int, int]]:
         """(address, bytes) of the same bytes, cut where one registration ends: no single copy may touch two."""

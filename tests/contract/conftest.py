@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from terracekv.tests.blocks import registered
+from terracekv.tests.gpu_tiers import gpu_tier
+from terracekv.tests.kernels.fake_cupy import FakeCupy
 from terracekv.tests.s3_stub import BUCKET, S3Stub, s3_stub
 from terracekv.tests.seaweed import Seaweed, program, seaweed
 from terracekv.tiers.arena import Arena
@@ -58,6 +60,14 @@ def open_host(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterato
 
 
 @contextmanager
+def open_gpu(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
+    fake = FakeCupy(eager=True)
+    with gpu_tier(folder, fake, namespaces, holds_bytes) as tier:
+        yield tier
+    assert not fake.left
+
+
+@contextmanager
 def open_s3(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
     with s3_stub(folder) as server, open_bucket(server, namespaces) as tier:
         yield tier
@@ -79,7 +89,13 @@ def open_bucket(server: S3Stub | Seaweed, namespaces: Namespaces) -> Iterator[Ti
         yield tier
 
 
-OPENERS: dict[str, Opener] = {"disk": open_disk, "disk-buffered": open_buffered_disk, "host": open_host, "s3": open_s3}
+OPENERS: dict[str, Opener] = {
+    "disk": open_disk,
+    "disk-buffered": open_buffered_disk,
+    "host": open_host,
+    "gpu": open_gpu,
+    "s3": open_s3,
+}
 REAL_OPENERS: dict[str, Opener] = {"s3-server": open_real_s3}
 """Those that start a server of their own."""
 
