@@ -114,7 +114,7 @@ def test_bytes_that_changed_in_the_gpu_are_damage_and_not_listed_again(
 def test_a_copy_that_fails_is_no_block_and_no_hit(tier: GpuTier, fake: FakeCupy, namespace: Namespace) -> None:
     fake.fail_calls["memcpyAsync"] = 0
     assert put(tier, namespace, name(1)) is Outcome.FAILED
-    assert tier.leading(namespace, [name(1)]) == 0
+    assert tier.leading(namespace, [name(1)]) == 0 and tier.status().details["reserved_blocks"] == 0
     assert put(tier, namespace, name(1)) is Outcome.STORED
     fake.fail_calls["memcpyAsync"] = 0
     assert get(tier, namespace, name(1))[0] is Outcome.FAILED
