@@ -75,6 +75,10 @@ class Pinned:
         start = address - self._address
         return 0 <= start and start + size <= self.pinned_bytes
 
+    def holds(self, address: int, size: int) -> bool:
+        """Whether these bytes are of this mapping, pinned or not."""
+        return 0 <= address - self._address and address - self._address + size <= self._size
+
     def spans(self, address: int, size: int) -> list[tuple[int, int]]:
         """(address, bytes) of the same bytes, cut where one registration ends: no single copy may touch two."""
         cut = []

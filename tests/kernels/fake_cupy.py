@@ -187,6 +187,12 @@ class FakeCupy:
                     self._step(number)
 
     @property
+    def busy(self) -> bool:
+        """Whether some copy or kernel was started and has not happened."""
+        with self._lock:
+            return any(work.run for queue in self._queues.values() for work in queue.work)
+
+    @property
     def clock(self) -> float:
         """The latest of all streams' clocks: when the GPU is done."""
         with self._lock:
