@@ -14,13 +14,12 @@ import ctypes
 import itertools
 import random
 import threading
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from terracekv.tests.kernels.emulated import launch
-from terracekv.tests.kernels.fake_world import FREED, World
+from terracekv.tests.kernels.fake_world import FREED, Queue, Record, Work, World
 
 LAUNCH_S, COPY_S = 5e-6, 2e-6
 NOT_READY = 600
@@ -28,35 +27,6 @@ NOT_READY = 600
 
 class FakeError(RuntimeError):
     """Stands for CUDARuntimeError."""
-
-
-class Record:
-    """One recording of an event: what waits for it waits for this, whatever becomes of the event."""
-
-    def __init__(self) -> None:
-        self.done = False
-        self.clock = 0.0
-
-
-class Work:
-    """One thing that a stream was given: ``before`` must have happened, ``run`` does it and says how many seconds it
-    takes, ``record`` happens then."""
-
-    def __init__(
-        self,
-        run: Callable[[], float] | None = None,
-        before: Record | None = None,
-        record: Record | None = None,
-    ) -> None:
-        self.run, self.before, self.record = run, before, record
-
-
-class Queue:
-    """What a stream has still to do, and its own clock."""
-
-    def __init__(self) -> None:
-        self.work: deque[Work] = deque()
-        self.clock = 0.0
 
 
 class FakeStream:
@@ -140,6 +110,7 @@ class FakeCupy:
         with self._lock:
             number = next(self._numbers)
             self._queues[number] = Queue()
+            self._queues[number].clock = max(queue.clock for queue in self._queues.values())
             return FakeStream(self, number)
 
     def give(self, stream: int, run: Callable[[], None], seconds: float = 0.0) -> None:

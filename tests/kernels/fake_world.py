@@ -1,12 +1,43 @@
-"""The machine under a fake CUDA: the memory of its GPU and what of the host is pinned, in the test's own memory.
+"""The machine under a fake CUDA: its memory, in the test's own, and what a stream has still to do.
 
 Owns the memory. Used by ``fake_cupy.py``. Standard library only.
 """
 
 import ctypes
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 FRESH, FREED = 0xDD, 0xEE
+
+
+class Record:
+    """One recording of an event: what waits for it waits for this, whatever becomes of the event."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.clock = 0.0
+
+
+class Work:
+    """One thing that a stream was given: ``before`` must have happened, ``run`` does it and says how many seconds it
+    takes, ``record`` happens then."""
+
+    def __init__(
+        self,
+        run: Callable[[], float] | None = None,
+        before: Record | None = None,
+        record: Record | None = None,
+    ) -> None:
+        self.run, self.before, self.record = run, before, record
+
+
+class Queue:
+    """What a stream has still to do, and its own clock."""
+
+    def __init__(self) -> None:
+        self.work: deque[Work] = deque()
+        self.clock = 0.0
 
 
 class World:
