@@ -95,7 +95,7 @@ class Device:
         self._cuda = cupy.cuda.runtime
         self.ordinal = ordinal
         about = self._cuda.getDeviceProperties(ordinal)
-        self.uuid = _uuid(about["uuid"])
+        self.uuid = _uuid(about["uuid"], ordinal)
         name = about["name"]
         self.name: str = name.decode() if isinstance(name, bytes) else name
         self.multiprocessors: int = about["multiProcessorCount"]
@@ -260,10 +260,21 @@ def _kernel(cupy: ModuleType, name: str, constants: tuple[str, ...]) -> Any:
 _compiling = threading.Lock()
 
 
-def _uuid(raw: bytes) -> str:
-    """As NVML, ``nvidia-smi`` and CUDA_VISIBLE_DEVICES write it."""
-    text = bytes(raw[:16]).hex()
+def _uuid(raw: bytes, ordinal: int) -> str:
+    """As NVML, ``nvidia-smi`` and CUDA_VISIBLE_DEVICES write it. CuPy takes the 16 bytes for text and ends them at the
+    first that is zero, as one of 17 GPUs has; then the driver is asked."""
+    text = (raw if len(raw) >= 16 else _driver_uuid(ordinal))[:16].hex()
     return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+def _driver_uuid(ordinal: int) -> bytes:
+    driver = ctypes.CDLL("libcuda.so.1")
+    device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
+    code = driver.cuDeviceGet(ctypes.byref(device), ordinal) or ask(found, device)
+    if code:
+        raise NoCuda(f"the driver does not name GPU {ordinal}: CUDA error {code}")
+    return bytes(found)
 
 
 def _batch_copy() -> Any:

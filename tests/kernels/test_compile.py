@@ -4,6 +4,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ NVCC = shutil.which("nvcc")
 KERNELS = {"gather_runs", "scatter_runs", "split_planes", "merge_planes"}
 REGISTERS_MAX = 64
 """So that 1024 threads still fit on a multiprocessor."""
+NVRTC = [str(file) for folder in sys.path for file in Path(folder).glob("nvidia/*/lib/libnvrtc.so.*")]
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc, CUDA's compiler")
+NEEDS_NVCC = pytest.mark.skipif(NVCC is None, reason="needs nvcc, CUDA's compiler")
 
 
 def compiled(output: Path, *flags: str) -> str:
@@ -31,6 +33,7 @@ def compiled(output: Path, *flags: str) -> str:
     return done.stderr
 
 
+@NEEDS_NVCC
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles_for(architecture: str, tmp_path: Path) -> None:
     said = compiled(tmp_path / "cubin", "-cubin", f"-arch={architecture}")
@@ -41,12 +44,14 @@ def test_every_kernel_compiles_for(architecture: str, tmp_path: Path) -> None:
     assert len(registers) == len(KERNELS) and max(registers) <= REGISTERS_MAX
 
 
+@NEEDS_NVCC
 def test_kernels_for_one_geometry_compile_too(tmp_path: Path) -> None:
     plan = Runs((0,), 65536, 64, 32768, tuple(range(16)))
     said = compiled(tmp_path / "cubin", "-cubin", "-arch=sm_90", *constants(plan))
     assert set(re.findall(r"(\d+) bytes spill", said)) == {"0"}
 
 
+@NEEDS_NVCC
 def test_runs_and_planes_move_in_words_of_16_bytes(tmp_path: Path) -> None:
     compiled(tmp_path / "ptx", "-ptx", "-arch=sm_80")
     code = (tmp_path / "ptx").read_text()
@@ -57,6 +62,22 @@ def test_runs_and_planes_move_in_words_of_16_bytes(tmp_path: Path) -> None:
         assert re.search(r"\bst(\.global)?\.v4\.u32\b", body), name
 
 
+@pytest.mark.skipif(not NVRTC, reason="needs NVRTC, CUDA's compiler as a library (nvidia-cuda-nvrtc)")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_compiler_that_is_used_at_run_time_takes_it_too(architecture: str) -> None:
+    library = ctypes.CDLL(NVRTC[0])
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), SOURCE.read_bytes(), b"copy.cu", 0, None, None) == 0
+    options = (ctypes.c_char_p * 2)(b"-std=c++17", f"--gpu-architecture={architecture}".encode())
+    code = library.nvrtcCompileProgram(program, len(options), options)
+    assert library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    assert code == 0 and not log.value, log.value.decode()
+
+
+@NEEDS_NVCC
 def test_the_batch_copys_attributes_lie_as_the_driver_reads_them(tmp_path: Path) -> None:
     source = tmp_path / "layout.cu"
     fields = {

@@ -36,6 +36,25 @@ def test_devices_are_known_by_uuid_whatever_their_ordinal(installed: FakeCupy) -
     assert (second.ordinal, second.name) == (1, "Fake GPU")
 
 
+@pytest.mark.fault(88)
+def test_a_uuid_with_a_zero_in_it_is_whole(installed: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy hands out what stands before the zero, which two GPUs may have in common."""
+    whole = bytes.fromhex("0a0b00ff") + bytes(range(1, 13))
+    about = {"uuid": whole[:2], "name": "G", "multiProcessorCount": 1}
+    monkeypatch.setattr(installed.cuda.runtime, "getDeviceProperties", lambda ordinal: about)
+
+    class Driver:
+        def cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
+            return 0
+
+        def cuDeviceGetUuid_v2(self, found: Any, device: Any) -> int:  # noqa: N802
+            found[:] = whole
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert cuda.devices()[0].uuid == "GPU-0a0b00ff-0102-0304-0506-0708090a0b0c"
+
+
 def test_the_device_of_an_address_is_asked_for_and_host_memory_has_none(installed: FakeCupy) -> None:
     device = cuda.devices()[0]
     address, pinned = device.allocate(4096), device.allocate_pinned(4096)
