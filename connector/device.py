@@ -18,6 +18,7 @@ from terracekv.kernels.cuda import Device, device_of
 from terracekv.kernels.pages import address_of
 from terracekv.kernels.pinned import Pinned
 from terracekv.kernels.runs import Runs
+from terracekv.kernels.shared import Shared
 from terracekv.kernels.transfer import PART_BYTES, STAGED, Batch, Transfer
 
 COPY_FAILED = "copy_failed"
@@ -143,6 +144,16 @@ class DeviceBlocks:
     def scatter(self, index: int, payload: memoryview) -> None:
         """Begin to copy ``payload`` out into block ``index``."""
         self._take(False, index, payload)
+
+    def scatter_shared(self, index: int, shared: Shared, offset: int) -> None:
+        """Begin to copy block ``index`` out of a slot of the gpu tier, which this process has open: at memory speed,
+        past the bus. ValueError for a slot that is not inside."""
+        source = shared.address(offset, self._transfer.block_bytes)
+        try:
+            batch = self._transfer.scatter_from_device([self._pages[index]], [source], self._stream)
+        except RuntimeError as error:
+            raise self._trouble(error) from error
+        self._where[index] = (batch, 0)
 
     def settle(self, index: int) -> None:
         """Wait until block ``index``, and all begun before it, are whole. A block that was settled already is."""

@@ -64,6 +64,22 @@ def devices() -> "list[Device]":
     return [Device(cupy, ordinal) for ordinal in range(count)]
 
 
+def pick(found: "Sequence[Device]", wanted: str) -> "Device":
+    """The GPU that a person means: by UUID, in full or its beginning, or by its number here; the first when ``wanted``
+    is empty. NoCuda says what there is."""
+    names = ", ".join(f"{device.uuid} ({device.name})" for device in found)
+    if wanted.startswith("MIG-"):
+        raise NoCuda(f"{wanted} is a slice of a GPU, whose memory cannot be shared: name a whole GPU of {names}")
+    if wanted.isdecimal():
+        if int(wanted) < len(found):
+            return found[int(wanted)]
+        raise NoCuda(f"there is no GPU number {wanted}: this process sees {names}")
+    matches = [device for device in found if device.uuid.lower().startswith(wanted.lower())]
+    if len(matches) == 1 or (matches and not wanted):
+        return matches[0]
+    raise NoCuda(f"{len(matches)} GPUs are called {wanted!r}: this process sees {names}")
+
+
 def device_of(address: int) -> "Device":
     """The GPU whose memory an address is in. ValueError for memory of the host."""
     cupy = _cupy()

@@ -14,11 +14,17 @@ from terracekv.connector.client import Client, Loaded, Stored
 from terracekv.connector.connection import Trouble
 from terracekv.connector.device import DeviceBlocks, DeviceCopier
 from terracekv.kernels import pinned
+from terracekv.kernels.shared import Shared
 from terracekv.kernels.transfer import STAGED, Strategy
+from terracekv.tests.blocks import name, payload_of, put, registered
+from terracekv.tests.gpu_tiers import SLAB_BYTES, gpu_tier
 from terracekv.tests.harness import TOKENS, Daemon, layout_of, until
 from terracekv.tests.kernels.emulated import COMPILER, WITHOUT
 from terracekv.tests.kernels.fake_cupy import FakeCupy
+from terracekv.tests.kernels.fake_world import World
 from terracekv.tests.kernels.gpus import PAGES, PAGES_PER_BLOCK, Engine, engine_on
+from terracekv.tiers.namespace import Namespaces
+from terracekv.tiers.tier import Outcome
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT)
 
@@ -186,6 +192,36 @@ def test_a_daemon_with_a_new_arena_is_pinned_anew_and_the_old_arena_let_go(daemo
         until(lambda: client.lookup([]).reason != "no_daemon", "the client joins again")
         until(lambda: copier.report()["pinned_bytes"] == 32 << 20 != before, "the new arena is pinned")
         assert sum(fake.world.pinned.values()) == 32 << 20
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_prompt_in_the_gpu_tier_is_loaded_by_another_process_past_the_bus(tmp_path: Path, seed: int) -> None:
+    world = World()
+    daemons, engines = FakeCupy(world, seed=seed), FakeCupy(world, seed=seed, eager=seed % 2 == 1)
+    namespaces = Namespaces(tmp_path / "namespaces.json")
+    with gpu_tier(tmp_path, daemons, namespaces, SLAB_BYTES) as tier, closing(Engine(engines, ("HND",))) as engine:
+        namespace = registered(namespaces, 1, engine.block_bytes)
+        ids = [name(number) for number in range(COUNT)]
+        for id in ids:
+            assert put(tier, namespace, id) is Outcome.STORED
+        assert tier.exported is not None
+        with copier_of(engine) as copier, closing(Shared(engine.device, tier.exported)) as shared:
+            engine.compute()
+            pages = blocks_of(engine)
+            blocks = copier.blocks(pages, engine.stream.ptr)
+            slots = tier.acquire(namespace, ids)
+            engines.calls.clear()
+            for index, slot in enumerate(slots):
+                assert slot is not None
+                blocks.scatter_shared(index, shared, slot.offset)
+            blocks.settle(COUNT - 1)
+            tier.release([slot for slot in slots if slot is not None])
+            found = [engine.payload(of_block) for of_block in pages]
+            assert found == [payload_of(id, namespace.id, engine.block_bytes) for id in ids]
+            sizes = [call[3] for call in engines.calls if call[0] == "memcpyAsync"]
+            assert max(sizes) < engine.block_bytes, "only lists of pages cross the bus"
+            with pytest.raises(ValueError, match="not inside"):
+                blocks.scatter_shared(0, shared, SLAB_BYTES - 8)
 
 
 def test_a_copier_measures_which_way_is_faster_unless_told_not_to() -> None:

@@ -55,6 +55,30 @@ def test_a_uuid_with_a_zero_in_it_is_whole(installed: FakeCupy, monkeypatch: pyt
     assert cuda.devices()[0].uuid == "GPU-0a0b00ff-0102-0304-0506-0708090a0b0c"
 
 
+@pytest.mark.fault(88)
+@pytest.mark.parametrize(
+    ("wanted", "ordinal"),
+    [
+        ("", 0),
+        ("1", 1),
+        ("GPU-02020202-0202-0202-0202-020202020202", 1),
+        ("GPU-01", 0),
+        ("gpu-02", 1),
+        ("GPU-", "2 GPUs are called"),
+        ("2", "no GPU number 2"),
+        ("GPU-03", "0 GPUs are called"),
+        ("MIG-8f6a2c1e", "a slice of a GPU"),
+    ],
+)
+def test_a_gpu_is_meant_by_uuid_its_beginning_or_number(installed: FakeCupy, wanted: str, ordinal: int | str) -> None:
+    found = cuda.devices()
+    if isinstance(ordinal, int):
+        assert cuda.pick(found, wanted).ordinal == ordinal
+    else:
+        with pytest.raises(NoCuda, match=f"{ordinal}.*GPU-0101.*GPU-0202"):
+            cuda.pick(found, wanted)
+
+
 def test_the_device_of_an_address_is_asked_for_and_host_memory_has_none(installed: FakeCupy) -> None:
     device = cuda.devices()[0]
     address, pinned = device.allocate(4096), device.allocate_pinned(4096)
