@@ -263,8 +263,14 @@ class Device:
 
 @functools.cache
 def _module(cupy: ModuleType, constants: tuple[str, ...]) -> Any:
-    """Compiled when first launched on an architecture; CuPy keeps the result on disk for later processes."""
-    return cupy.RawModule(code=SOURCE.read_text(), options=("-std=c++17", *constants), backend="nvrtc")
+    """Compiled for the thread's current device; CuPy keeps the result on disk for later processes, and compiles by
+    itself for another architecture."""
+    module = cupy.RawModule(code=SOURCE.read_text(), options=("-std=c++17", *constants), backend="nvrtc")
+    try:
+        module.compile()
+    except cupy.cuda.compiler.CompileException as error:
+        raise NoCuda(f"the kernels do not compile for this GPU with this CUDA: {error}") from error
+    return module
 
 
 @functools.cache

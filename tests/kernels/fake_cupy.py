@@ -29,6 +29,10 @@ class FakeError(RuntimeError):
     """Stands for CUDARuntimeError."""
 
 
+class FakeCompileError(Exception):
+    """Stands for CompileException, which is no RuntimeError."""
+
+
 class FakeStream:
     """``cupy.cuda.Stream``."""
 
@@ -66,6 +70,7 @@ class FakeCupy:
         self.fail_copies: int | None = None
         self.fail_calls: dict[str, int] = {}
         self.broken: FakeError | None = None
+        self.compile_error = ""
         self.room_bytes: int | None = None
         self.calls: list[tuple[Any, ...]] = []
         self._lock = threading.RLock()
@@ -77,7 +82,8 @@ class FakeCupy:
         self._register_refused = False
         names = [name for name in dir(self) if name.startswith("rt_")]
         runtime = SimpleNamespace(**{name[3:]: self._logged(name[3:], getattr(self, name)) for name in names})
-        self.cuda = SimpleNamespace(runtime=runtime, Stream=self._stream)
+        compiler = SimpleNamespace(CompileException=FakeCompileError)
+        self.cuda = SimpleNamespace(runtime=runtime, Stream=self._stream, compiler=compiler)
 
     def _logged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -364,7 +370,11 @@ class FakeCupy:
 
             return start
 
-        return SimpleNamespace(get_function=get_function)
+        def compile() -> None:
+            if self.compile_error:
+                raise FakeCompileError(self.compile_error)
+
+        return SimpleNamespace(get_function=get_function, compile=compile)
 
     def _moved(self, name: str, arguments: tuple[int, ...]) -> float:
         """How long a launch over runs takes: at memory speed, or over the bus where its payloads are of the host."""

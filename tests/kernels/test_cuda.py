@@ -144,6 +144,16 @@ def test_kernels_are_compiled_once_for_a_geometry() -> None:
     assert len(made) == 2
 
 
+def test_kernels_that_do_not_compile_are_told_as_an_error_of_cuda() -> None:
+    """So that a connector takes it for a miss, as all that goes wrong with a GPU."""
+    fake = FakeCupy()
+    fake.compile_error = "nvrtc: error: invalid value for --gpu-architecture"
+    device = device_on(fake)
+    with pytest.raises(NoCuda, match="gpu-architecture"):
+        device.launch("gather_runs", 1, device.stream(), *[0] * 8)
+    assert issubclass(NoCuda, RuntimeError)
+
+
 def test_the_batch_copy_of_the_first_version_is_given_its_extra_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drivers before 13 want to be told where to write the index of what failed."""
     given: list[tuple[Any, ...]] = []
