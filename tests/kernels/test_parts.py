@@ -1,6 +1,6 @@
 """Transfers cut into parts: every byte of every block is in one part, and no part outgrows its staging buffer."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terracekv.kernels.parts import Cut
@@ -15,6 +15,7 @@ def cuts(draw: st.DrawFn) -> tuple[Cut, list[Runs], int]:
     return Cut(pieces, pages, draw(st.integers(1, 900))), pieces, pages
 
 
+@settings(deadline=None)
 @given(cuts(), st.integers(0, 7))
 def test_every_byte_of_every_block_is_moved_once(drawn: tuple[Cut, list[Runs], int], block_count: int) -> None:
     cut, pieces, pages = drawn
@@ -35,6 +36,7 @@ def test_every_byte_of_every_block_is_moved_once(drawn: tuple[Cut, list[Runs], i
     assert all(set(counts) == {1} for counts in bases)
 
 
+@settings(deadline=None)
 @given(cuts(), st.integers(1, 7))
 def test_parts_of_a_block_follow_each_other(drawn: tuple[Cut, list[Runs], int], block_count: int) -> None:
     parts = drawn[0].parts(block_count)
