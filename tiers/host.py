@@ -134,6 +134,7 @@ class HostTier(SlotTier):
                 details={
                     "ready_bytes": self._arena.slabs_ready * self._arena.slab_bytes,
                     "slab_bytes": self._arena.slab_bytes,
+                    "placement": self._arena.placement,
                     "leased_blocks": len(self._leases),
                     "reserved_blocks": len(self._writing),
                     "orphaned_blocks": sum(map(len, self._orphans.values())),
