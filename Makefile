@@ -5,7 +5,9 @@ BIN := $(CURDIR)/$(VENV)/bin
 # The folders under their one import name, tests and bench included, which no wheel ships.
 export PYTHONPATH := $(CURDIR)/.ns
 INSTALL = $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
-BENCHES = $(filter-out bench/demo%.py,$(sort $(shell grep -l __main__ bench/*.py)))
+# What only a machine with a GPU installs: these lines of constraints.txt are renewed by hand.
+GPU_ONLY = ^(cupy-|cuda-)
+BENCHES = $(filter-out bench/demo%.py bench/gpu_check.py bench/gpu_kernels.py,$(sort $(shell grep -l __main__ bench/*.py)))
 # Tests that load torch, by themselves or through a helper: test goes without them and e2e runs them.
 TORCH = ^(import|from) (torch|transformers)|^from terracekv.connector(.transformers import| import transformers)
 HELPERS = none $(patsubst tests/%.py,%,$(filter-out tests/test_%,$(shell grep -lE '$(TORCH)' tests/*.py)))
@@ -16,7 +18,7 @@ WITH_MODEL = $(sort $(shell grep -rlE '$(TORCH)|$(BY_HELPER)' tests --include='t
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-cluster serve test test-s3 e2e lint bench wheel constraints clean
+.PHONY: help demo demo-cluster serve test test-s3 e2e lint bench gpu-check wheel constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +33,7 @@ serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--s
 	$(BIN)/terracekv serve $(ARGS)
 
 test: $(VENV)/dev.stamp  ## all tests that need no model (ARGS="-k arena")
-	$(BIN)/pytest -m "not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
+	$(BIN)/pytest -m "not s3 and not gpu" $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
 
 test-s3: $(VENV)/dev.stamp  ## the tests with a real S3 server, SeaweedFS
 	$(BIN)/pytest -m s3 $(addprefix --ignore=,tests/e2e $(WITH_MODEL)) $(ARGS)
@@ -53,8 +55,11 @@ wheel: $(VENV)/run.stamp  ## build the wheel into dist/
 
 constraints: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## renew constraints.txt from the newest versions
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev]"
-	(sed '/^[^#]/d' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==' | sed 's/+cpu$$//') > constraints.new
+	(sed '/^[^#]/d' constraints.txt; (grep -E '$(GPU_ONLY)' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==|$(GPU_ONLY)' | sed 's/+cpu$$//') | sort -f) > constraints.new
 	mv constraints.new constraints.txt
+
+gpu-check:  ## on a machine with a GPU: are the kernels and the gpu tier right, how fast are they; installs nothing
+	PYTHONSAFEPATH=1 $(PYTHON) -m terracekv.bench.gpu_check $(ARGS)
 
 clean:  ## remove what the other verbs made, .venv too
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .models

@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from terracekv.connector.arena import Arena
+from terracekv.connector.ahead import Ahead, Settle
+from terracekv.connector.arena import Arena, Attach
 from terracekv.connector.connection import JOIN_S, Connection, Trouble, after
 from terracekv.daemon import protocol
-from terracekv.daemon.protocol import PROBE, VERSION, Found, Layout, Welcome
+from terracekv.daemon.protocol import PROBE, VERSION, Found, Layout, Slot, Welcome
 from terracekv.tiers.block import block_keys
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ that the daemon finds them in the processor's cache when it checks them, while t
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 Copy = Callable[[int, memoryview], None]
-"""Copies block ``index`` between the engine and a payload in the arena."""
+"""Copies block ``index`` between the engine and a payload in the arena; with a ``Settle``, it may only begin to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class Client:
     """``socket`` is the daemon's ``engine.sock``. ``shard`` is None for a scheduler, which only looks up.
 
     Budgets are milliseconds: a lookup waits for the daemon at most ``lookup_budget_ms``, a load or store at most its
-    deadline. The first attempt to join is made here; if it fails, joining goes on in the background.
+    deadline. The first attempt to join is made here; if it fails, joining goes on in the background. ``attach`` is told
+    of each arena that is mapped.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Client:
         lookup_budget_ms: int = 20,
         load_deadline_ms: int = 10_000,
         store_deadline_ms: int = 10_000,
+        attach: Attach | None = None,
     ) -> None:
         self.path = str(socket)
         self.block_tokens = block_tokens
@@ -98,6 +101,7 @@ class Client:
         self._session: Connection | None = None
         self._welcome: Welcome | None = None
         self._arena: Arena | None = None
+        self._attach = attach
         self._joiner: threading.Thread | None = None
         self._closing = threading.Event()
         _clients.add(self)
@@ -144,41 +148,32 @@ class Client:
             why = self._trouble(error)
             return Found(0, 0, {}, 0, why, 0.0)
 
-    def load(self, keys: Sequence[bytes], scatter: Copy) -> Loaded:
-        """Copy the leading run of blocks out of the arena, each as soon as it is there.
-
-        ``scatter`` may be given bytes that turn out to be stale: only blocks below ``Loaded.blocks`` count.
-        """
+    def load(self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None) -> Loaded:
+        """Copy the leading run of blocks out of the arena, each as soon as it is there. ``scatter`` may be given bytes
+        that turn out to be stale: only blocks below ``Loaded.blocks`` count."""
         deadline = after(self.load_deadline_ms)
-        good = 0
+        good: list[int] = []
+        missed: list[str] = []
         try:
             with _Turn(self, deadline) as session:
-                arena = self._mapped()
                 leased = session.ask(
                     lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms), protocol.Leased, deadline
                 )
+                ahead = Ahead(settle, self.block_bytes)
                 try:
-                    slots = dict(enumerate(leased.slots))
-                    failed: dict[int, str] = {}
-                    for index in range(len(keys)):
-                        why, slot = None, slots[index]
-                        if slot is None and index in leased.pending:
-                            why = session.wait_for(leased.lease, index, slots, failed, deadline)
-                            slot = slots[index]
-                        if slot is None:
-                            return Loaded(good, why or "absent")
-                        with arena.payload(slot, self.block_bytes) as payload:
+                    for index, slot in session.arrivals(leased, len(keys), deadline, missed):
+                        with self._mapped().payload(slot, self.block_bytes) as payload:
                             scatter(index, payload)
-                        if not arena.is_current(slot):
-                            raise Trouble("fenced", "the slot changed during the copy")
-                        good += 1
+                        self._believe(ahead.begun(index, slot), good)
+                    self._believe(ahead.rest(), good)
                 finally:
+                    ahead.forget()
                     session.tell(protocol.Release(leased.lease), deadline)
-            return Loaded(good, None)
+            return Loaded(len(good), missed[0] if missed else None)
         except (OSError, Trouble) as error:
-            return Loaded(good, self._trouble(error))
+            return Loaded(len(good), self._trouble(error))
 
-    def store(self, keys: Sequence[bytes], gather: Copy, durable: bool = False) -> Stored:
+    def store(self, keys: Sequence[bytes], gather: Copy, durable: bool = False, settle: Settle | None = None) -> Stored:
         """Copy blocks into the arena and make them findable. ``keys`` is the whole chain, from its first block.
 
         ``gather`` is called only for blocks that are not present. Commits are sent ahead: the daemon checks one block
@@ -190,9 +185,11 @@ class Client:
                 reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
                 stored: list[int] = []
                 on_disk: list[int] = []
+                ahead = Ahead(settle, self.block_bytes)
                 try:
-                    self._fill(session, reserved, gather, durable, deadline, stored, on_disk)
+                    self._fill(session, reserved, gather, ahead, durable, deadline, stored, on_disk)
                 except BaseException:
+                    ahead.forget()
                     session.tell(protocol.Abort(reserved.reservation), deadline)
                     raise
                 present, refused = len(reserved.present), len(reserved.refused)
@@ -217,6 +214,7 @@ class Client:
         session: Connection,
         reserved: protocol.Reserved,
         gather: Copy,
+        ahead: Ahead,
         durable: bool,
         deadline: float,
         stored: list[int],
@@ -237,18 +235,30 @@ class Client:
                 stored.extend(answer.stored)
                 on_disk.extend(answer.durable)
 
+        def whole(blocks: list[tuple[int, Slot]]) -> None:
+            for index, _ in blocks:
+                copied.append(index)
+                if len(copied) * self.block_bytes >= COMMIT_BYTES:
+                    commit()
+                    settle(IN_FLIGHT)
+
         for index, slot in enumerate(reserved.slots):
             if slot is None:
                 continue
             with arena.payload(slot, self.block_bytes) as payload:
                 gather(index, payload)
-            copied.append(index)
-            if len(copied) * self.block_bytes >= COMMIT_BYTES:
-                commit()
-                settle(IN_FLIGHT)
+            whole(ahead.begun(index, slot))
+        whole(ahead.rest())
         if copied:
             commit()
         settle(0)
+
+    def _believe(self, whole: list[tuple[int, Slot]], good: list[int]) -> None:
+        """The bytes of these blocks were copied: they count if the slots are still what was leased."""
+        for index, slot in whole:
+            if not self._mapped().is_current(slot):
+                raise Trouble("fenced", "the slot changed during the copy")
+            good.append(index)
 
     def _mapped(self) -> Arena:
         assert self._arena is not None
@@ -285,6 +295,8 @@ class Client:
             if self._arena is not None:
                 self._arena.close()
             self._arena = fresh
+            if self._attach is not None:
+                fresh.attach(self._attach)
         self._arena.lock(welcome.lock_byte)
         self._welcome = welcome
         self._session = connection

@@ -6,7 +6,7 @@ Deadlines are points in ``time.monotonic()``; one that has passed raises Timeout
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -84,26 +84,26 @@ class Connection:
             if isinstance(answer, (Found, protocol.Leased, protocol.Reserved, protocol.Committed, protocol.Error)):
                 self._early[answer.id] = answer
 
-    def wait_for(
-        self,
-        lease: int,
-        index: int,
-        slots: dict[int, protocol.Slot | None],
-        failed: dict[int, str],
-        deadline: float,
-    ) -> str | None:
-        """Read until block ``index`` of the lease is in ``slots``; why it will not be, when it will not.
-
-        Blocks come and fail in any order: what is said of others is noted in ``slots`` and ``failed``."""
-        while slots[index] is None:
-            if index in failed:
-                return failed[index]
-            answer = self._read(deadline)
-            if isinstance(answer, protocol.Ready) and answer.lease == lease:
-                slots.update(zip(answer.indices, answer.slots, strict=True))
-            elif isinstance(answer, protocol.Failed) and answer.lease == lease:
-                failed.update(dict.fromkeys(answer.indices, answer.why))
-        return None
+    def arrivals(
+        self, leased: protocol.Leased, count: int, deadline: float, missed: list[str]
+    ) -> Iterator[tuple[int, protocol.Slot]]:
+        """The lease's blocks from the first on, each as soon as it is there. Ends before ``count`` at the first that
+        will not come, and then says in ``missed`` why."""
+        slots = dict(enumerate(leased.slots))
+        failed: dict[int, str] = {}
+        for index in range(count):
+            slot = slots[index]
+            while slot is None and index in leased.pending and index not in failed:
+                answer = self._read(deadline)
+                if isinstance(answer, protocol.Ready) and answer.lease == leased.lease:
+                    slots.update(zip(answer.indices, answer.slots, strict=True))
+                elif isinstance(answer, protocol.Failed) and answer.lease == leased.lease:
+                    failed.update(dict.fromkeys(answer.indices, answer.why))
+                slot = slots[index]
+            if slot is None:
+                missed.append(failed.get(index, "absent"))
+                return
+            yield index, slot
 
     def hung_up(self) -> bool:
         """Whether the daemon has closed its end; asks the kernel only."""

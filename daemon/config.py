@@ -59,6 +59,7 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     size: SizeOrAuto = None
     slab: SizeOrAuto = None
     prefault: bool = True
+    numa: Annotated[str, Meta(pattern="^(auto|off|[0-9]{1,3})$")] = "auto"
 
 
 class Disk(Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,8 +28,8 @@ from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import BadRequest, NotFound, TierDown, TierFull
-from terracekv.tiers.host import DAEMON
 from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.slot_tier import DAEMON
 from terracekv.tiers.slots import Slot, slot_bytes_for
 from terracekv.tiers.tier import Outcome
 

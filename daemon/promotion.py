@@ -15,8 +15,9 @@ from terracekv.daemon.mover import Mover
 from terracekv.daemon.stats import Stats
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.failpoint import failpoint
-from terracekv.tiers.host import DAEMON, HostTier
+from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slot_tier import DAEMON
 from terracekv.tiers.slots import Slot, slot_bytes_for
 from terracekv.tiers.tier import Outcome
 

@@ -18,6 +18,7 @@ from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.folder import claim
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
+from terracekv.tiers.numa import choose
 from terracekv.tiers.slots import SlotTable, table_fits
 
 if TYPE_CHECKING:
@@ -70,12 +71,15 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
     slab = config.host.slab
     size = config.host.size // slab * slab
     slots = config.daemon.runtime_dir / "slots"
+    node, why = choose(config.host.numa)
+    log.info("the arena's memory comes from %s: %s", "anywhere" if node is None else f"node {node}", why)
     arena = Arena(
         config.daemon.runtime_dir,
         size_bytes=size,
         slab_bytes=slab,
         prefault=config.host.prefault,
         adopt=table_fits(slots, arena_bytes=size, slab_bytes=slab),
+        numa_node=node,
     )
     try:
         namespaces = Namespaces(state / "namespaces.json")

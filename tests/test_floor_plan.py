@@ -27,6 +27,7 @@ LIBRARIES = {
     },
     "boto3": {"tiers/bucket.py"},
     "botocore": {"tiers/bucket.py"},
+    "cupy": {"kernels/cuda.py"},
     "lmdb": {"tiers/catalog.py"},
     "msgspec": {
         "connector/connection.py",
@@ -41,6 +42,7 @@ LIBRARIES = {
     },
     "numpy": {"kernels/host.py", "kernels/planes.py"},
     "prometheus_client": {"daemon/metrics.py"},
+    "pynvml": {"tiers/nvml.py"},
     "rich": {"daemon/cli.py"},
     "torch": {"connector/transformers.py"},
     "transformers": {"connector/transformers.py"},
@@ -50,6 +52,7 @@ LIBRARIES = {
     "zstandard": {"tiers/codec.py"},
 }
 """The modules that may import a library. What is not named here may be imported nowhere."""
+IMPORTED_AS = {"cupy_cuda12x": "cupy", "cupy_cuda13x": "cupy", "nvidia_ml_py": "pynvml"}
 BROAD_EXCEPT = {
     "daemon/__main__.py": 1,
     "daemon/engine_door.py": 4,
@@ -75,6 +78,7 @@ TEXT = {
     ".html",
     ".css",
     ".js",
+    ".cpp",
     ".cu",
     ".h",
     ".json",
@@ -136,8 +140,9 @@ def test_a_library_has_one_module(path: Path) -> None:
 def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = {*project["dependencies"], *extras["transformers"], *extras["s3"]}
-    assert {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted} == set(LIBRARIES)
+    wanted = {*project["dependencies"], *extras["transformers"], *extras["s3"], *extras["gpu"], *extras["gpu-cuda12"]}
+    names = {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted}
+    assert {IMPORTED_AS.get(name, name) for name in names} == set(LIBRARIES)
 
 
 def test_all_that_is_depended_on_is_pinned_and_explained() -> None:

@@ -1,7 +1,8 @@
 """The arena: one file on tmpfs that daemon and engines map, and through which every block's bytes pass.
 
 Owns ``arena`` and ``owner.lock`` in the runtime folder. Made by the daemon before anything else; ``prepare`` runs in
-a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget``, ``folder`` and ``errors``.
+a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget``, ``errors``, ``folder`` and
+``numa``.
 
 Room for the whole arena is checked before start. Slabs (equal parts of it) are allocated with ``posix_fallocate``
 before anybody may write to them, so a shortage is an error with numbers and never a SIGBUS.
@@ -12,23 +13,31 @@ import os
 import threading
 from pathlib import Path
 
-from terracekv.kernels.pages import populate
+from terracekv.kernels.pages import address_of, populate
 from terracekv.tiers.budget import filesystem_type
 from terracekv.tiers.errors import NoRoom
 from terracekv.tiers.folder import claim
+from terracekv.tiers.numa import prefer
 
 PREPARE_BYTES = 32 << 20
 
 
 class Arena:
     """``view`` is the whole arena, writable. ``adopted`` tells whether the file of an earlier daemon was taken over;
-    without ``adopt`` it never is, for what described its bytes is lost.
+    without ``adopt`` it never is, for what described its bytes is lost. Pages come from ``numa_node`` while it has any.
 
     Raises InUse when another live daemon owns the folder, NoRoom when the file system cannot hold ``size_bytes``.
     """
 
     def __init__(
-        self, folder: Path, *, size_bytes: int, slab_bytes: int, prefault: bool = True, adopt: bool = True
+        self,
+        folder: Path,
+        *,
+        size_bytes: int,
+        slab_bytes: int,
+        prefault: bool = True,
+        adopt: bool = True,
+        numa_node: int | None = None,
     ) -> None:
         assert size_bytes % slab_bytes == 0 and slab_bytes % mmap.PAGESIZE == 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,6 +60,11 @@ class Arena:
             os.close(self._lock_fd)
             raise
         self.view = memoryview(self._map)
+        self.placement = "anywhere"
+        """The memory that pages are taken from: a node, or anywhere, with the reason when one was asked for."""
+        if numa_node is not None:
+            refused = prefer(address_of(self.view), size_bytes, numa_node)
+            self.placement = f"node {numa_node}" if refused is None else f"anywhere: {refused}"
         self._prepared = 0
         if self.adopted and os.fstat(self._fd).st_blocks * 512 >= size_bytes:
             self.slabs_ready = self.slabs  # an earlier daemon allocated all of it
