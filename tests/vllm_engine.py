@@ -1,0 +1,155 @@
+"""vLLM's engine inside the test's own process, stepped by the test: an abort, a preemption or a stopped daemon comes
+between two steps that the test chose, and a second engine starts in half a second.
+
+Owns its engines, which end with the ``with`` block. Called from the test's one thread. Imports vLLM.
+"""
+
+import gc
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from vllm import EngineArgs, RequestOutput, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from terracekv.bench.tiny_llama import VOCABULARY, tiny_llama
+from terracekv.bench.vllm_flags import ENVIRONMENT, transfer
+
+PAGE = 32
+"""Tokens in a page of vLLM: the fewest that its CPU backend takes."""
+BLOCK = 64
+"""Tokens in a block of ours: two pages, so that both kinds of rounding are seen."""
+ANSWER = 12
+CONTEXT = 4096
+PAGES = 512
+SETTLE_S = 30.0
+
+_ids = itertools.count()
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    cached: int
+    """Prompt tokens that were not computed: from the engine's own cache or from ours."""
+    finish: str | None
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Random token ids; two seeds share no block."""
+    numbers = Random(seed)
+    return [numbers.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+class Engine:
+    """One vLLM engine with the tiny Llama in float32. Without ``socket`` it has no connector."""
+
+    def __init__(self, socket: Path | None = None, *, options: dict[str, Any] | None = None, **arguments: Any) -> None:
+        """``options`` go to the connector, ``arguments`` to vLLM."""
+        os.environ.update(ENVIRONMENT)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        settings: dict[str, Any] = {
+            "model": str(tiny_llama()),
+            "dtype": "float32",
+            "block_size": PAGE,
+            "num_gpu_blocks_override": PAGES,
+            "max_model_len": CONTEXT,
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "disable_log_stats": True,
+        }
+        if socket is not None:
+            settings["kv_transfer_config"] = transfer(socket, block_tokens=BLOCK, **(options or {}))
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**(settings | arguments)))
+        self.core = self._engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.connector = self.scheduler.connector
+        self.preemptions = 0
+        self.finished: dict[str, Answer] = {}
+
+    def ask(
+        self,
+        tokens: Sequence[int],
+        new: int = ANSWER,
+        *,
+        salt: str | None = None,
+        lora: tuple[int, Path] | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> str:
+        """Hand the engine a request; its name. Nothing is computed before ``step``."""
+        given: dict[str, Any] = {"prompt_token_ids": list(tokens)}
+        if salt is not None:
+            given["cache_salt"] = salt
+        extra = {} if params is None else {"extra_args": {"kv_transfer_params": params}}
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, **extra)
+        adapted = None if lora is None else LoRARequest(f"adapter-{lora[0]}", lora[0], str(lora[1]))
+        name = f"request-{next(_ids)}"
+        self._engine.add_request(name, given, sampling, lora_request=adapted)
+        return name
+
+    def step(self) -> None:
+        """One turn of the engine: schedule, compute, store. Waits a millisecond where nothing could be computed, as
+        vLLM's own loop does."""
+        before = {request.request_id: request.num_preemptions for request in self.scheduler.running}
+        outputs = self._engine.step()
+        for request in self.scheduler.waiting:
+            self.preemptions += request.num_preemptions - before.get(request.request_id, request.num_preemptions)
+        for output in outputs:
+            assert isinstance(output, RequestOutput)
+            if output.finished:
+                only = output.outputs[0]
+                self.finished[output.request_id] = Answer(
+                    list(only.token_ids), output.num_cached_tokens or 0, only.finish_reason
+                )
+        if not outputs:
+            time.sleep(0.001)
+
+    def finish(self, *names: str) -> list[Answer]:
+        """Step until all of these are answered."""
+        while any(name not in self.finished for name in names):
+            assert self._engine.has_unfinished_requests(), f"lost one of {names}"
+            self.step()
+        return [self.finished[name] for name in names]
+
+    def answer(self, tokens: Sequence[int], new: int = ANSWER, **given: Any) -> Answer:
+        """Ask, and step until it is answered and what it leaves to store is stored."""
+        answered = self.finish(self.ask(tokens, new, **given))[0]
+        self.settle()
+        return answered
+
+    def abort(self, name: str) -> None:
+        self._engine.abort_request([name], internal=False)
+
+    def settle(self) -> None:
+        """Step until nothing is left to do, stores and abandoned loads included."""
+        until = time.monotonic() + SETTLE_S
+        while self.scheduler.has_requests():
+            assert time.monotonic() < until, "the engine never comes to rest"
+            self.step()
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, so that the next hit can only be ours."""
+        self.settle()
+        assert self._engine.reset_prefix_cache(), "pages are still in use"
+
+    @property
+    def pages_free(self) -> int:
+        """Pages that no request and no copy holds."""
+        free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+        del self._engine, self.core, self.scheduler, self.connector
+        gc.collect()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
