@@ -135,7 +135,7 @@ class Client:
         """How many leading blocks the daemon has, and from which tier."""
         deadline = after(self.lookup_budget_ms)
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 answer = session.ask(
                     lambda id: protocol.Lookup(id, b"".join(keys), self.lookup_budget_ms), Found, deadline
                 )
@@ -152,7 +152,7 @@ class Client:
         deadline = after(self.load_deadline_ms)
         good = 0
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 arena = self._mapped()
                 leased = session.ask(
                     lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms), protocol.Leased, deadline
@@ -178,19 +178,23 @@ class Client:
         except (OSError, Trouble) as error:
             return Loaded(good, self._trouble(error))
 
-    def store(self, keys: Sequence[bytes], gather: Copy, durable: bool = False) -> Stored:
+    def store(self, keys: Sequence[bytes], gather: Copy, durable: bool = False, *, first: int = 0) -> Stored:
         """Copy blocks into the arena and make them findable. ``keys`` is the whole chain, from its first block.
 
         ``gather`` is called only for blocks that are not present. Commits are sent ahead: the daemon checks one block
-        while the next is copied. With ``durable``, returns when they are on disk.
+        while the next is copied. With ``durable``, returns when they are on disk. Blocks before ``first`` the caller
+        has not got: when one of them is not present either, nothing is stored, and ``why`` is ``head_absent``.
         """
         deadline = after(self.store_deadline_ms)
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
                 stored: list[int] = []
                 on_disk: list[int] = []
                 try:
+                    if any(index not in reserved.present for index in range(first)):
+                        session.tell(protocol.Abort(reserved.reservation), deadline)
+                        return Stored(present=len(reserved.present), why="head_absent")
                     self._fill(session, reserved, gather, durable, deadline, stored, on_disk)
                 except BaseException:
                     session.tell(protocol.Abort(reserved.reservation), deadline)
@@ -249,6 +253,9 @@ class Client:
         if copied:
             commit()
         settle(0)
+
+    def _turn(self, deadline: float) -> "_Turn":
+        return _Turn(self, deadline)
 
     def _mapped(self) -> Arena:
         assert self._arena is not None

@@ -51,7 +51,7 @@ def test_the_surface_of_the_client_is_this_and_grows_only_on_purpose() -> None:
         "strict", "lookup_budget_ms", "load_deadline_ms", "store_deadline_ms",
     ]  # fmt: skip
     assert list(inspect.signature(Client.load).parameters) == ["self", "keys", "scatter"]
-    assert list(inspect.signature(Client.store).parameters) == ["self", "keys", "gather", "durable"]
+    assert list(inspect.signature(Client.store).parameters) == ["self", "keys", "gather", "durable", "first"]
 
 
 def test_what_was_stored_comes_back(daemon: Daemon) -> None:
