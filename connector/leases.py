@@ -66,6 +66,15 @@ class Leases(Client):
         except (OSError, Trouble) as error:
             self._trouble(error)
 
+    def keep(self, keys: Sequence[bytes], ttl_s: float) -> None:
+        """Ask that blocks stay in host for so long."""
+        deadline = after(self.lookup_budget_ms)
+        try:
+            with self._turn(deadline) as session:
+                session.tell(protocol.Pin(b"".join(keys), int(ttl_s * 1e3)), deadline)
+        except (OSError, Trouble) as error:
+            self._trouble(error)
+
     def lasts(self, held: Held) -> bool:
         """Whether a lease still holds."""
         return self._session is held.session and held.lease in self._held

@@ -107,9 +107,15 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Handshake(self._introduction or Introduction(unfit="the KV caches could not be registered: see the log"))
 
     @guarded(NOTHING)
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Host memory: the forward is synchronous, and loads begun here run beside it instead of after it. The pages
+        # that they fill are nobody else's, and those that this step clears are clear by now.
         if self._worker is not None:
             self._worker.load(self._metadata().step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass

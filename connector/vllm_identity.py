@@ -14,7 +14,7 @@ from typing import Any
 SAMPLES = 64
 SAMPLE_BYTES = 4096
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-VOLATILE = {"transformers_version", "_name_or_path", "name_or_path", "torch_dtype", "dtype", "_commit_hash"}
+VOLATILE = {"transformers_version", "name_or_path", "torch_dtype", "dtype"}
 """Of a model's config: what says where it was read or by what, and not what it is."""
 
 
@@ -68,10 +68,10 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if getattr(cache, "calculate_kv_scales", False):
         raise ValueError("calculate_kv_scales: the scales of fp8 KV differ from run to run")
-    hf = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE}
+    hf = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE and key[0] != "_"}
     text = json.dumps(hf, sort_keys=True, default=str)
     found: dict[str, Any] = {
-        "vllm": version,
+        "vllm": ".".join(version.split(".")[:2]),
         "dtype": str(model.dtype),
         "quantization": str(getattr(model, "quantization", None)),
         "kv_dtype": str(cache.cache_dtype),

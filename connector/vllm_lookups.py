@@ -94,10 +94,12 @@ class Lookups:
         """These could not be loaded: until they are stored anew, or for a minute, they are not offered."""
         self._work.put(lambda: self._forget(keys))
 
-    def stored(self, keys: list[bytes]) -> None:
-        """These were stored just now."""
+    def stored(self, keys: list[bytes], ttl_s: float = 0.0) -> None:
+        """These were stored just now, and are to stay for ``ttl_s``."""
         if self._forgotten:
             self._work.put(lambda: self._recall(keys))
+        if ttl_s:
+            self._work.put(lambda: self._session.keep(keys, ttl_s))
 
     def take_errors(self) -> int:
         """Lookups that failed by our own fault, since the last call."""

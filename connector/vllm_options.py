@@ -27,8 +27,10 @@ class Options:
     wait_tokens_max: int = 0
     """0: without bound."""
     min_tokens: int = 0
-    load_deadline_ms: int = 5000
-    store_deadline_ms: int = 10_000
+    load_deadline_ms: int = 1000
+    """And a millisecond more for each MB."""
+    store_deadline_ms: int = 2000
+    """The same."""
     lease_s: int = 60
     pages_held: float = 0.25
     """Share of the engine's pages that stores under way may keep from being reused."""

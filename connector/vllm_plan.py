@@ -35,7 +35,6 @@ class Store:
     keys: bytes
     first: int
     tables: tuple["array[int]", ...]
-    ttl_s: float = 0.0
 
 
 @dataclass(slots=True)

@@ -206,7 +206,7 @@ class SchedulerHalf:
             for done in self.stores.done(results):
                 tracked = self._requests.get(done.request)
                 if done.why is None:
-                    self._lookups.stored(done.keys)
+                    self._lookups.stored(done.keys, done.ttl_s)
                 else:
                     self.stats[f"skipped/store_{done.why}"] += 1
                     if tracked is not None and done.why == HEAD_ABSENT:

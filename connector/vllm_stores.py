@@ -30,6 +30,7 @@ class Done:
     request: str
     keys: list[bytes]
     first: int
+    ttl_s: float
     why: str | None
 
 
@@ -39,6 +40,7 @@ class _Job:
     keys: list[bytes]
     first: int
     pages: list[int]
+    ttl_s: float
     left: int
 
 
@@ -94,8 +96,8 @@ class Stores:
             self._pool.touch([self._pool.blocks[number] for number in held])
             self._held += len(held)
         self._next += 1
-        self._jobs[self._next] = _Job(request, keys, first, held, self._shape.ranks)
-        return Store(self._next, b"".join(keys), first, tuple(pages(cut) for cut in cuts), ttl_s)
+        self._jobs[self._next] = _Job(request, keys, first, held, ttl_s, self._shape.ranks)
+        return Store(self._next, b"".join(keys), first, tuple(pages(cut) for cut in cuts))
 
     def done(self, results: Results) -> Iterable[Done]:
         """Take in what ranks report; the jobs that are over now."""
@@ -108,7 +110,7 @@ class Stores:
             if job.left <= 0:
                 del self._jobs[number]
                 self._let_go(job)
-                yield Done(job.request, job.keys, job.first, self._why.pop(number, None))
+                yield Done(job.request, job.keys, job.first, job.ttl_s, self._why.pop(number, None))
 
     def _let_go(self, job: _Job) -> None:
         if self._pool is not None:

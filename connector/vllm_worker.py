@@ -25,6 +25,10 @@ from terracekv.daemon.protocol import split_keys
 log = logging.getLogger(__name__)
 
 
+BYTES_PER_MS = 1_000_000
+"""A copy is given so much time beside its deadline."""
+
+
 class WorkerHalf:
     """Of one rank. ``session`` makes a client of this rank's shard; ``writer`` is False where another rank has the same
     bytes and stores them."""
@@ -46,8 +50,10 @@ class WorkerHalf:
 
     def load(self, step: Step) -> None:
         """Begin a step's loads."""
-        deadline = time.monotonic() + self._options.load_deadline_ms / 1e3
+        now = time.monotonic()
         for load in step.loads:
+            size_bytes = (load.end - load.start) * self._pages.block_bytes // self._pages.block_tokens
+            deadline = now + (self._options.load_deadline_ms + size_bytes / BYTES_PER_MS) / 1e3
             self._loader.put(partial(self._load, load, deadline), partial(self._loaded, load, 0, "error"))
 
     def store(self, step: Step, *, wait: bool = False) -> None:
@@ -145,6 +151,8 @@ class WorkerHalf:
             pages.gather(tables, payload)
 
         keys = split_keys(store.keys)
+        size_bytes = (len(keys) - store.first) * pages.block_bytes
+        client.store_deadline_ms = self._options.store_deadline_ms + size_bytes // BYTES_PER_MS
         stored = client.store(keys, gather, first=store.first)
         whole = stored.stored + stored.present == len(keys)
         with self._lock:

@@ -177,7 +177,14 @@ class Prefetch(msgspec.Struct, tag="prefetch", array_like=True):
     keys: bytes
 
 
-Request = Hello | Lookup | Acquire | Release | Reserve | Commit | Abort | Prefetch
+class Pin(msgspec.Struct, tag="pin", array_like=True):
+    """Keep blocks in host for ``ttl_ms``, as far as the daemon pins any more; not answered."""
+
+    keys: bytes
+    ttl_ms: int
+
+
+Request = Hello | Lookup | Acquire | Release | Reserve | Commit | Abort | Prefetch | Pin
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
