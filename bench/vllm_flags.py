@@ -3,18 +3,25 @@
 Standard library only.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; else it takes nearly all memory
-    "VLLM_CPU_OMP_THREADS_BIND": "0",  # else a connector changes how many cores vLLM takes, and so speed and tokens
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+CORES = sorted(os.sched_getaffinity(0))
 CONNECTOR = "terracekv.connector.vllm"
+
+
+def environment(ranks: int = 1, kv_gib: int = 1) -> dict[str, str]:
+    """For an engine whose every rank has one core. Unless told, vLLM takes another number of cores when it has a
+    connector, which changes its speed and the last digits of what it computes; and nearly all memory."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:ranks])),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def transfer(socket: Path, **options: Any) -> dict[str, Any]:

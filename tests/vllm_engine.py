@@ -4,22 +4,26 @@ between two steps that the test chose, and a second engine starts in half a seco
 Owns its engines, which end with the ``with`` block. Called from the test's one thread. Imports vLLM.
 """
 
+import contextlib
+import functools
 import gc
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from vllm import EngineArgs, RequestOutput, SamplingParams
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.lora.request import LoRARequest
+from vllm.v1.engine import core
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from terracekv.bench.tiny_llama import VOCABULARY, tiny_llama
-from terracekv.bench.vllm_flags import ENVIRONMENT, transfer
+from terracekv.bench.vllm_flags import environment, transfer
 
 PAGE = 32
 """Tokens in a page of vLLM: the fewest that its CPU backend takes."""
@@ -31,6 +35,10 @@ PAGES = 512
 SETTLE_S = 30.0
 
 _ids = itertools.count()
+_truth: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+core.cleanup_dist_env_and_memory = lambda: None
+"""An engine that ends would end the process groups of all: here they end with the process."""
 
 
 class Answer(NamedTuple):
@@ -46,13 +54,36 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [numbers.randrange(VOCABULARY) for _ in range(tokens)]
 
 
+@functools.cache
+def plain() -> "Engine":
+    """The engine without a connector that all others are compared with, for the whole session: what the first engine
+    of a process leaves in it, a test must not be blamed for."""
+    return Engine()
+
+
+def expected(tokens: Sequence[int], new: int = ANSWER) -> list[int]:
+    """What vLLM answers without us."""
+    return expected_of([tokens], new)[0]
+
+
+def expected_of(prompts: Sequence[Sequence[int]], new: int = ANSWER) -> list[list[int]]:
+    """What vLLM answers without us to each of these, computed once in the session."""
+    unknown = [tokens for tokens in prompts if (tuple(tokens), new) not in _truth]
+    answers = plain().finish(*(plain().ask(tokens, new) for tokens in unknown))
+    _truth.update({(tuple(t), new): answer.tokens for t, answer in zip(unknown, answers, strict=True)})
+    return [_truth[tuple(tokens), new] for tokens in prompts]
+
+
+OPTIONS = {"block_tokens": BLOCK, "lookup_budget_ms": 5000, "wait_ms": 10_000, "prefill_tokens_per_s": 1.0}
+"""Patient, and sure that loading pays: on a busy machine, too, a test sees hits."""
+
+
 class Engine:
     """One vLLM engine with the tiny Llama in float32. Without ``socket`` it has no connector."""
 
     def __init__(self, socket: Path | None = None, *, options: dict[str, Any] | None = None, **arguments: Any) -> None:
         """``options`` go to the connector, ``arguments`` to vLLM."""
-        os.environ.update(ENVIRONMENT)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.update(environment(arguments.get("tensor_parallel_size", 1)), VLLM_ENABLE_V1_MULTIPROCESSING="0")
         settings: dict[str, Any] = {
             "model": str(tiny_llama()),
             "dtype": "float32",
@@ -64,12 +95,21 @@ class Engine:
             "disable_log_stats": True,
         }
         if socket is not None:
-            settings["kv_transfer_config"] = transfer(socket, block_tokens=BLOCK, **(options or {}))
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**(settings | arguments)))
+            settings["kv_transfer_config"] = transfer(socket, **(OPTIONS | (options or {})))
+        self.worker: Any = None
+        """The worker's half of the connector; None where workers have processes of their own."""
+        with self._at_work():
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**(settings | arguments)))
         self.core = self._engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.connector = self.scheduler.connector
         self.preemptions = 0
+        self.offers: list[tuple[int | None, bool]] = []
+        """What the connector answered whenever it was asked how much it has."""
+        self.on_load: Callable[[], None] = lambda: None
+        """Called when the scheduler has given pages to a load and no worker knows of it yet."""
+        if self.connector is not None:
+            self._watch()
         self.finished: dict[str, Answer] = {}
 
     def ask(
@@ -96,7 +136,8 @@ class Engine:
         """One turn of the engine: schedule, compute, store. Waits a millisecond where nothing could be computed, as
         vLLM's own loop does."""
         before = {request.request_id: request.num_preemptions for request in self.scheduler.running}
-        outputs = self._engine.step()
+        with self._at_work():
+            outputs = self._engine.step()
         for request in self.scheduler.waiting:
             self.preemptions += request.num_preemptions - before.get(request.request_id, request.num_preemptions)
         for output in outputs:
@@ -143,8 +184,38 @@ class Engine:
         free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return free
 
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """vLLM keeps a worker's connector in a variable of the process. Here several engines share one."""
+        assert kv_transfer_state._KV_CONNECTOR_AGENT is None
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        try:
+            yield
+        finally:
+            self.worker, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+
+    def _watch(self) -> None:
+        offered, allocated = self.connector.get_num_new_matched_tokens, self.connector.update_state_after_alloc
+
+        def offer(request: Any, computed: int) -> tuple[int | None, bool]:
+            self.offers.append(offered(request, computed))
+            return self.offers[-1]
+
+        def allocate(request: Any, blocks: Any, external: int) -> None:
+            allocated(request, blocks, external)
+            if external:
+                self.on_load()
+
+        self.connector.get_num_new_matched_tokens = offer
+        self.connector.update_state_after_alloc = allocate
+
     def close(self) -> None:
-        self._engine.engine_core.shutdown()
+        """End it, and give back all that it held. Idempotent."""
+        if self.connector is not None:  # the two watchers are a cycle
+            vars(self.connector).pop("get_num_new_matched_tokens", None)
+            vars(self.connector).pop("update_state_after_alloc", None)
+        with self._at_work():
+            self._engine.engine_core.shutdown()
         del self._engine, self.core, self.scheduler, self.connector
         gc.collect()
 
