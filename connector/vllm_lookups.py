@@ -72,10 +72,16 @@ class Lookups:
         """None as long as no daemon was ever joined."""
         return self._session.namespace_id
 
-    def ask(self, chain: Chain, read: bool) -> Answer:
-        """Begin to find out what there is of a prompt; without ``read`` only its keys are computed."""
+    @property
+    def joined(self) -> bool:
+        """Whether there is a session with a daemon now."""
+        return self._session.joined
+
+    def ask(self, chain: Chain, tokens: int) -> Answer:
+        """Begin to find out what there is of the first ``tokens`` tokens of a request; of none only the keys are
+        computed."""
         answer = Answer(time.monotonic())
-        self._work.put(lambda: self._find(chain, answer, read))
+        self._work.put(lambda: self._find(chain, answer, tokens))
         return answer
 
     def end(self, answer: Answer) -> None:
@@ -133,7 +139,7 @@ class Lookups:
         self._session.listen()
         self._rising = {answer for answer in self._rising if answer.held is not None and answer.held.pending}
 
-    def _find(self, chain: Chain, answer: Answer, read: bool) -> None:
+    def _find(self, chain: Chain, answer: Answer, tokens: int) -> None:
         try:
             namespace = self._session.namespace_id
             if namespace is None:
@@ -142,17 +148,17 @@ class Lookups:
                 return
             if chain.namespace != namespace:
                 chain.begin(namespace, self._adapters)
-            if read and not answer.over:
-                self._look(chain, answer)
+            if tokens and not answer.over:
+                self._look(chain, answer, tokens)
         except (OSError, ValueError) as error:
             log.warning("an adapter cannot be read: its requests are not cached: %s", error)
             answer.why = "adapter_unreadable"
         finally:
             answer.found = time.monotonic()
 
-    def _look(self, chain: Chain, answer: Answer) -> None:
+    def _look(self, chain: Chain, answer: Answer, tokens: int) -> None:
         size = chain.block_tokens
-        keys = chain.keys[: (chain.request.num_tokens - 1) // size]
+        keys = chain.keys[: -(-tokens // size)]
         if not keys:
             answer.why = "shorter_than_block"
             return

@@ -6,7 +6,7 @@ there. Called by vLLM's threads. Imports vllm and prometheus_client.
 
 from typing import Any
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 PLAIN = {
@@ -19,6 +19,8 @@ PLAIN = {
     "store_bytes": "Bytes stored",
     "store_us": "Microseconds that stores took",
 }
+JOINED = "joined"
+"""A state and no count: what was said last holds."""
 BY_LABEL = {
     "hit_tokens": ("tier", "Prompt tokens that were loaded instead of computed, by the tier that had them"),
     "skipped": ("reason", "Prompts of which no more was offered, and stores that were not made, by reason"),
@@ -40,7 +42,7 @@ class TerraceStats(KVConnectorStats):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
+            self.data[name] = count if name == JOINED else self.data.get(name, 0) + count
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -59,6 +61,11 @@ class TerraceMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         counter = metric_types[Counter]
+        self._joined = metric_types[Gauge](
+            name=f"vllm:terracekv_{JOINED}",
+            documentation="Whether the engine has a session with the daemon: 0 means that nothing is cached",
+            labelnames=labelnames,
+        )
         self._plain = {
             name: counter(name=f"vllm:terracekv_{name}", documentation=text, labelnames=labelnames)
             for name, text in PLAIN.items()
@@ -72,7 +79,9 @@ class TerraceMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         values = self.per_engine_labelvalues[engine_idx]
         for full, count in transfer_stats_data.items():
             name, _, label = full.partition("/")
-            if name in self._plain:
+            if name == JOINED:
+                self._joined.labels(*values).set(count)
+            elif name in self._plain:
                 self._plain[name].labels(*values).inc(count)
             elif name in self._labelled:
                 self._labelled[name].labels(*values, label).inc(count)

@@ -94,6 +94,8 @@ class SchedulerHalf:
         self._leaving: dict[str, Tracked] = {}
         """Those that are over while a load of theirs goes on."""
         self._loads: list[Load] = []
+        self._joined: bool | None = None
+        """As it was told last."""
 
     def arrived(self, request: Any) -> None:
         """A new request: begin to look for its prompt at once, before it is its turn."""
@@ -107,7 +109,7 @@ class SchedulerHalf:
         answer = tracked.answer
         if answer is None or not self._lookups.lasts(answer):
             self._drop(tracked)
-            answer = tracked.answer = self._lookups.ask(tracked.chain, read=True)
+            answer = tracked.answer = self._lookups.ask(tracked.chain, self._most(request))
         now = self._clock()
         if answer.found is None:
             if now < answer.asked + self._options.lookup_budget_ms / 1e3:
@@ -177,7 +179,7 @@ class SchedulerHalf:
                 continue
             if tracked.chain.namespace is None:
                 if self._lookups.namespace is not None and (tracked.answer is None or tracked.answer.found):
-                    tracked.answer = self._lookups.ask(tracked.chain, read=False)
+                    tracked.answer = self._lookups.ask(tracked.chain, 0)
                 continue
             tables = state.get_block_ids(id) if state is not None else tracked.tables
             if tables is None:
@@ -239,6 +241,9 @@ class SchedulerHalf:
         taken, self.stats = self.stats, Counter()
         if errors := self._lookups.take_errors():
             taken["errors/lookup"] += errors
+        if self._joined != self._lookups.joined:
+            self._joined = self._lookups.joined
+            taken["joined"] = int(self._joined)
         return taken
 
     def close(self) -> None:
@@ -262,13 +267,13 @@ class SchedulerHalf:
             tracked.tables = []
         self._requests[request.request_id] = tracked
         if tracked.read or tracked.write:
-            tracked.answer = self._lookups.ask(chain, tracked.read)
+            tracked.answer = self._lookups.ask(chain, self._most(request) if tracked.read else 0)
         return tracked
 
     def _most(self, request: Any) -> int:
         """Never the last token, whole pages, and one page less where a drafter needs the model's hidden states."""
         most: int = (request.num_tokens - 1) // self._shape.align * self._shape.align
-        return most - self._shape.align if self._shape.eagle else most
+        return max(0, most - self._shape.align) if self._shape.eagle else most
 
     def _offer(self, tracked: Tracked, computed: int, reach: int, why: str | None) -> int:
         tokens = reach - computed
