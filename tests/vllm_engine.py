@@ -1,7 +1,7 @@
 """vLLM's engine inside the test's own process, stepped by the test: an abort, a preemption or a stopped daemon comes
 between two steps that the test chose, and a second engine starts in half a second.
 
-Owns its engines, which end with the ``with`` block. Called from the test's one thread. Imports vLLM.
+Owns its engines, which end with the ``with`` block. Called from the test's one thread. Imports vLLM and torch.
 """
 
 import contextlib
@@ -16,7 +16,8 @@ from random import Random
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from vllm import EngineArgs, RequestOutput, SamplingParams
+import torch
+from vllm import EngineArgs, RequestOutput, SamplingParams, envs
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import core
@@ -37,6 +38,7 @@ SETTLE_S = 30.0
 _ids = itertools.count()
 _truth: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
+torch.set_num_threads(1)  # vLLM would set it for a worker's process
 core.cleanup_dist_env_and_memory = lambda: None
 """An engine that ends would end the process groups of all: here they end with the process."""
 
@@ -83,6 +85,7 @@ class Engine:
 
     def __init__(self, socket: Path | None = None, *, options: dict[str, Any] | None = None, **arguments: Any) -> None:
         """``options`` go to the connector, ``arguments`` to vLLM."""
+        envs.disable_envs_cache()  # an engine before this one has it read once and for all
         os.environ.update(environment(arguments.get("tensor_parallel_size", 1)), VLLM_ENABLE_V1_MULTIPROCESSING="0")
         settings: dict[str, Any] = {
             "model": str(tiny_llama()),
