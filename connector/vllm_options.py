@@ -46,7 +46,7 @@ class Options:
         for key, value in given.items():
             if key not in known:
                 near = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(
                     f"kv_connector_extra_config: unknown key {key!r}{hint} Known keys: {', '.join(sorted(known))}"
                 )

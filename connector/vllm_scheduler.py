@@ -294,9 +294,10 @@ class SchedulerHalf:
 
     def _failed(self, id: str, blocks: int, why: str) -> None:
         tracked = self._leaving.get(id) or self._requests.get(id)
-        self.stats[f"failed/{why}"] += 1
         if tracked is None or tracked.load is None:
             return
+        if tracked.read:  # the first rank that says so
+            self.stats[f"failed/{why}"] += 1
         first = tracked.load.start // self._shape.block_tokens
         keys = tracked.chain.keys[first + blocks : -(-tracked.load.end // self._shape.block_tokens)]
         self._lookups.forget(keys)

@@ -6,7 +6,6 @@ Called by tests from one thread. Imports the connector.
 
 import hashlib
 import pickle
-import struct
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -249,8 +248,8 @@ class Engine:
     def _seeds(self, request: Request, tokens: int) -> list[bytes]:
         seed = hashlib.sha256(request.identity).digest()
         seeds = []
-        for token in request.all_token_ids[:tokens]:
-            seed = hashlib.sha256(seed + struct.pack("<I", token)).digest()
+        for token in range(tokens):
+            seed = hashlib.sha256(seed + request.at(token)).digest()
             seeds.append(seed)
         return seeds
 
@@ -342,7 +341,7 @@ def truth(request: Request, **settings: Any) -> list[int]:
     settings = {key: value for key, value in settings.items() if key in ("ranks", "replicas", "windows")}
     copy = Request(
         request.request_id, list(request.all_token_ids[: request.num_prompt_tokens]), request.answer_tokens,
-        lora_request=request.lora_request, mm_features=request.mm_features, prompt_embeds=request.prompt_embeds,
+        lora_request=request.lora_request, mm_features=request.mm_features,
     )  # fmt: skip
     return Engine(None, **settings).ask(copy)[0]
 

@@ -63,11 +63,18 @@ class Request:
 
     @property
     def identity(self) -> bytes:
-        """What besides tokens shapes this request's KV."""
-        lora = Path(self.lora_request.lora_path, "adapter_model").read_bytes() if self.lora_request else b""
-        items = [(item.identifier, item.mm_position.offset) for item in self.mm_features]
-        embeds = b"" if self.prompt_embeds is None else self.prompt_embeds.bytes()
-        return repr((lora, items, embeds)).encode()
+        """What besides tokens shapes all of this request's KV."""
+        if self.lora_request is None:
+            return b""
+        weights = Path(self.lora_request.lora_path, "adapter_model")
+        return weights.read_bytes() if weights.exists() else b"an adapter that vLLM has in memory"
+
+    def at(self, token: int) -> bytes:
+        """What token number ``token`` brings into the KV from there on."""
+        places = [(item.identifier, token - item.mm_position.offset) for item in self.mm_features]
+        lengths = [item.mm_position.length for item in self.mm_features]
+        inside = [place for place, length in zip(places, lengths, strict=True) if 0 <= place[1] < length]
+        return repr((self.all_token_ids[token], inside)).encode()
 
 
 def prompt(id: str, tokens: int, seed: int = 0, **fields: Any) -> Request:
