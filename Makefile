@@ -22,7 +22,7 @@ empty :=
 space := $(empty) $(empty)
 BY_HELPER = terracekv.tests.($(subst $(space),|,$(strip $(HELPERS))))
 WITH_MODEL = $(sort $(shell grep -rlE '$(TORCH)|$(BY_HELPER)' tests --include='test_*.py'))
-WITH_VLLM = $(wildcard tests/vllm) $(sort $(wildcard tests/e2e/test_vllm_*.py))
+WITH_VLLM = $(sort $(wildcard tests/e2e/test_vllm_*.py))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -46,7 +46,7 @@ LIBRARIES = {
     "transformers": {"connector/transformers.py"},
     "typer": {"daemon/cli.py"},
     "uvloop": {"daemon/__main__.py"},
-    "vllm": {"connector/vllm.py", "connector/vllm_metrics.py"},
+    "vllm": {"connector/vllm.py", "connector/vllm_metrics.py", "connector/vllm_tier.py"},
     "xxhash": {"tiers/checksum.py"},
     "zstandard": {"tiers/codec.py"},
 }
@@ -56,6 +56,7 @@ ENGINES = {"vllm"}
 BROAD_EXCEPT = {
     "connector/vllm_guard.py": 1,
     "connector/vllm_lookups.py": 1,
+    "connector/vllm_tier.py": 1,
     "connector/vllm_worker.py": 1,
     "daemon/__main__.py": 1,
     "daemon/engine_door.py": 4,
