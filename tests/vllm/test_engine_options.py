@@ -1,6 +1,9 @@
 """Settings of an engine and wishes of a request: what is not understood is named, with what would be."""
 
+import json
 from collections import Counter
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,14 @@ def test_a_setting_that_is_not_understood_is_named(given: dict[str, Any], says: 
     with pytest.raises(ValueError) as error:
         Options.read(given)
     assert says in str(error.value)
+
+
+def test_every_setting_stands_in_the_manual_with_its_default() -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "vllm.md").read_text()
+    for field in fields(Options):
+        assert f"`{field.name}`" in page
+        value = int(field.default) if field.default == 0 and field.default is not False else field.default
+        assert f"`{json.dumps(value)}`" in page or f"`{value}`" in page, f"{field.name}: {value}"
 
 
 def test_settings_have_defaults_and_whole_numbers_are_numbers() -> None:
