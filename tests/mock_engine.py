@@ -25,7 +25,8 @@ STEPS_MAX = 20_000
 
 class Engine:
     """``windows`` has a group for each entry: None for full attention, else the tokens of its sliding window. Without
-    ``socket`` there is no connector: that is the run that others are compared with."""
+    ``socket`` there is no connector: that is the run that others are compared with. ``older`` is a vLLM before 0.30: it
+    tells pages once, and here it lends no block pool either, so stores are done before a step ends."""
 
     def __init__(
         self,
@@ -40,6 +41,7 @@ class Engine:
         revision: str = "r",
         policy: str = "recompute",
         eagle: bool = False,
+        older: bool = False,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
@@ -47,6 +49,9 @@ class Engine:
         self.page_count = pages
         self.chunk = chunk
         self.policy = policy
+        self.older = older
+        self.told: dict[str, list[int]] = {}
+        """Pages of each group that an older vLLM has told by now."""
         self.pool = Pool(pages)
         kinds = ["SlidingWindowSpec" if window else "FullAttentionSpec" for window in windows]
         self.specs = [
@@ -89,7 +94,9 @@ class Engine:
         )
         assert self.half is not None
         self.half._clock = clock
-        self.half.stores.bind(self.pool)
+        self.half.stores.follows_tables = older
+        if not older:
+            self.half.stores.bind(self.pool)
 
     def __enter__(self) -> "Engine":
         return self
@@ -152,15 +159,13 @@ class Engine:
         self._free(request)
         request.num_computed_tokens = 0
         request.status = "preempted"
+        request.resumed = True
         self.waiting.insert(0, request)
 
     def step(self) -> dict[str, int]:
         """One step of the engine: tokens computed by request."""
         scheduled = self._schedule()
-        output = SimpleNamespace(
-            num_scheduled_tokens=scheduled,
-            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda id: self._by_id(id).tables),
-        )
+        output = self._output(scheduled)
         step = self.half.step(output) if self.half is not None else Step()
         step = pickle.loads(pickle.dumps(step))
         connected = self.ranks if self.half is not None else []
@@ -172,11 +177,35 @@ class Engine:
             for rank in self.ranks:
                 rank.write(request, request.num_computed_tokens, request.num_computed_tokens + tokens, seeds)
         for rank in connected:
-            rank.half.store(step)
+            rank.half.store(step, wait=self.older)
         self._update(scheduled)
         if not scheduled:
             time.sleep(0.0005)  # as vLLM does when it has nothing to compute
         return scheduled
+
+    def _output(self, scheduled: dict[str, int]) -> Any:
+        """vLLM's ``SchedulerOutput``."""
+        output = SimpleNamespace(num_scheduled_tokens=scheduled)
+        if not self.older:
+            output.kv_connector_block_state = SimpleNamespace(get_block_ids=lambda id: self._by_id(id).tables)
+            return output
+        output.scheduled_new_reqs = []
+        output.scheduled_cached_reqs = cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        for id in scheduled:
+            request = self._by_id(id)
+            told = self.told.get(id)
+            self.told[id] = [len(table) for table in request.tables]
+            if told is None:
+                output.scheduled_new_reqs.append(SimpleNamespace(req_id=id, block_ids=request.tables))
+                continue
+            if request.resumed:
+                cached.resumed_req_ids.add(id)
+                told = [0] * len(told)
+            request.resumed = False
+            cached.req_ids.append(id)
+            added = [table[count:] for table, count in zip(request.tables, told, strict=True)]
+            cached.new_block_ids.append(added if any(added) else None)
+        return output
 
     def _schedule(self) -> dict[str, int]:
         scheduled: dict[str, int] = {}

@@ -44,6 +44,8 @@ class Request:
     num_computed_tokens: int = 0
     status: str = "waiting"
     tables: list[list[int]] = field(default_factory=list)
+    resumed: bool = False
+    """Preempted, and not told of since."""
     received: int = 0
     """Ranks whose load is over."""
     loaded_tokens: int = 0

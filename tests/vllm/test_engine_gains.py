@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from terracekv.tests.harness import until
+from terracekv.tests.harness import Daemon, until
 from terracekv.tests.mock_engine import Engine, truth
 from terracekv.tests.mock_pages import BLOCK, PAGE, Request, prompt
 
@@ -15,6 +15,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "two ranks": {"ranks": 2},
     "a replicated cache": {"ranks": 2, "replicas": 2},
     "a sliding window beside full attention": {"windows": (None, 24)},
+    "a vLLM before 0.30": {"older": True},
 }
 
 
@@ -104,6 +105,16 @@ def test_one_request_can_keep_itself_out_of_the_cache(engine: Make) -> None:
         first.ask(odd)
         assert first.half is not None and first.half.take_stats()["skipped/params"] == 1
         assert cold.answer == fresh.answer == odd.answer == truth(prompt("0", 50))
+
+
+def test_one_request_can_ask_that_its_blocks_stay_in_host(daemon: Daemon, engine: Make) -> None:
+    def leased() -> int:
+        return int(daemon.http("/v1/status")[1]["tiers"]["host"]["leased_blocks"])
+
+    with engine() as first:
+        first.ask(prompt("a", 50, kv_transfer_params={"terracekv": {"ttl_s": 3600}}))
+        first.idle()
+        until(lambda: leased() == 6, "its blocks are pinned")
 
 
 def test_another_connectors_parameters_are_none_of_our_business(engine: Make) -> None:

@@ -1,6 +1,7 @@
 """Any order of arrivals, preemptions, aborts and refused stores: right answers, and no page held in the end."""
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -36,16 +37,18 @@ class Moody(Client):
 
 @pytest.mark.fault(17)
 @pytest.mark.fault(18)
-@pytest.mark.parametrize("windows", [(None,), (None, 16)], ids=["full attention", "hybrid"])
+@pytest.mark.parametrize(
+    "kind", [{}, {"windows": (None, 16)}, {"older": True}], ids=["full attention", "hybrid", "an older vLLM"]
+)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(acts=ACTS)
 def test_whatever_happens_answers_are_right(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...], acts: list[tuple[str, int, int]]
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], acts: list[tuple[str, int, int]]
 ) -> None:
     monkeypatch.setattr(vllm_start, "Client", Moody)
     Moody.refuses = False
     requests: list[Request] = []
-    with Engine(daemon.socket, model=f"preemption {next(_models)}", windows=windows, pages=50, chunk=24) as engine:
+    with Engine(daemon.socket, model=f"preemption {next(_models)}", pages=50, chunk=24, **kind) as engine:
         for act, number, tokens in acts:
             if act == "add":
                 # Few seeds and many lengths: prefixes are shared all the time.
@@ -63,7 +66,7 @@ def test_whatever_happens_answers_are_right(
         engine.idle()
         for request in requests:
             if request.status != "aborted":
-                assert request.answer == truth(request, windows=windows)
+                assert request.answer == truth(request, **kind)
         assert engine.half is not None and not engine.half.stores._held and not engine.half._leaving
 
 

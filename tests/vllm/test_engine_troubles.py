@@ -103,7 +103,7 @@ def test_a_bug_in_a_copy_is_a_failed_load_and_a_store_that_was_not_made(engine: 
         second.idle()
         assert second.half is not None
         stats = second.half.take_stats()
-        assert stats["failed/error"] == 1 and stats["skipped/store_error"] == 2
+        assert stats["failed/error"] == 1 and stats["skipped/store_error"] >= 2
 
 
 @pytest.mark.fault(17)
