@@ -141,6 +141,7 @@ class Engine:
         held = [block.number for block in self.pool.blocks[1:] if block.ref_cnt]
         assert not held, f"pages {held} are held for ever"
         assert sorted(self.pool.free) == list(range(1, self.page_count))
+        assert not any(memory[:, 0].any() for rank in self.ranks for memory in rank.memory), "written into no page"
 
     def abort(self, request: Request) -> None:
         """A client went away. Pages of a load under way stay until every rank has reported it."""
@@ -239,18 +240,28 @@ class Engine:
         """Whether a waiting request may go on: to be computed, or to be loaded."""
         if self.half is None or request.num_computed_tokens:
             return True
-        found = self.half.matched(request, 0)
-        assert found == self.half.matched(request, 0) or found is None, "asked twice, answered twice"
+        local = request.local
+        if not self._grow(request, local):
+            return False
+        for rank in self.ranks:
+            rank.write(request, 0, local, self._seeds(request, local))
+        request.num_computed_tokens = local
+        found = self.half.matched(request, local)
+        assert found == self.half.matched(request, local) or found is None, "asked twice, answered twice"
         self.asked.append(found)
         if found is None:
+            request.num_computed_tokens = 0
             return False
         if found:
             align = alignment(self.specs)
-            assert found % align == 0 and found < request.num_tokens
-            if not self._grow(request, found):
+            reach = local + found
+            assert found % align == 0 and reach < request.num_tokens
+            request.num_computed_tokens = 0
+            if not self._grow(request, reach):
                 return False
+            request.num_computed_tokens, request.loaded_tokens = reach, found
+            self._grow(request, reach)  # gives back what is behind a window already
             self.half.allocated(request, _blocks(request), found)
-            request.num_computed_tokens = request.loaded_tokens = found
             request.received = 0
             request.status = "loading"
             self.waiting.remove(request)
@@ -341,7 +352,7 @@ class Engine:
                 self.half.finished(request)
             else:
                 request.num_computed_tokens = min(request.num_computed_tokens, first * PAGE)
-                request.loaded_tokens = request.num_computed_tokens
+                request.loaded_tokens = max(0, request.num_computed_tokens - request.local)
 
     def _sample(self, request: Request) -> None:
         digest = hashlib.sha256(request.identity)

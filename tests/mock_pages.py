@@ -44,6 +44,8 @@ class Request:
     num_computed_tokens: int = 0
     status: str = "waiting"
     tables: list[list[int]] = field(default_factory=list)
+    local: int = 0
+    """Tokens that vLLM has in its own prefix cache when the request comes."""
     resumed: bool = False
     """Preempted, and not told of since."""
     received: int = 0

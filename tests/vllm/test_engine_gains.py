@@ -32,6 +32,28 @@ def test_what_one_engine_computed_another_loads(engine: Make, settings: dict[str
     assert again.loaded_tokens == min(tokens // BLOCK * BLOCK, (tokens - 1) // PAGE * PAGE)
 
 
+@pytest.mark.parametrize("local", [PAGE, BLOCK, 3 * PAGE, 9 * BLOCK, 10 * BLOCK])
+def test_only_what_vllm_has_not_got_itself_is_loaded_from_the_midst_of_a_block_too(engine: Make, local: int) -> None:
+    with engine() as first:
+        first.ask(prompt("a", 10 * BLOCK + 1))
+    with engine() as second:
+        again = prompt("b", 10 * BLOCK + 1, local=local)
+        assert second.ask(again) == [truth(again)]
+        assert again.loaded_tokens == 10 * BLOCK - local
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 64])
+def test_a_block_that_a_window_passed_over_before_it_was_whole_is_not_stored(engine: Make, chunk: int) -> None:
+    windows = (None, 2)
+    with engine(windows=windows, chunk=chunk) as first:
+        asked = prompt("a", 5 * BLOCK)
+        assert first.ask(asked) == [truth(asked, windows=windows)]
+    with engine(windows=windows) as second:
+        again = prompt("b", 5 * BLOCK)
+        assert second.ask(again) == [truth(again, windows=windows)]
+        assert bool(again.loaded_tokens) == (chunk == 64)
+
+
 def test_a_prompt_that_is_computed_in_chunks_is_stored_on_the_way(engine: Make) -> None:
     with engine(chunk=12) as first:
         long = first.add(prompt("a", 100))

@@ -250,7 +250,7 @@ def test_stores_that_lost_their_head_begin_anew(daemon: Daemon, engine: Make) ->
     with engine() as second:
         again = prompt("b", 6 * BLOCK + PAGE)
         second.ask(again)
-        assert again.loaded_tokens == 6 * BLOCK
+        assert again.loaded_tokens == 6 * BLOCK and again.answer == truth(again) == asked.answer[:2]
 
 
 def _loads(engine: Engine) -> bool:
