@@ -60,8 +60,8 @@ lint: $(VENV)/dev.stamp  ## style and types
 bench: $(VENV)/dev.stamp  ## measure; one line of JSON for each figure
 	@for script in $(BENCHES); do $(BIN)/python -m terracekv.bench.$$(basename $$script .py) $(ARGS) || exit 1; done
 
-bench-vllm: $(VLLM)/stamp .models/small.stamp  ## the same, of the connector for vLLM
-	@for script in $(BENCHES_VLLM); do $(VLLM_BIN)/python -m terracekv.bench.$$(basename $$script .py) $(ARGS) || exit 1; done
+bench-vllm: $(VLLM)/stamp .models/small.stamp $(VENV)/cluster.stamp  ## the same, of the connector for vLLM
+	@for script in $(BENCHES_VLLM); do PATH="$(BIN):$$PATH" $(VLLM_BIN)/python -m terracekv.bench.$$(basename $$script .py) $(ARGS) || exit 1; done
 
 wheel: $(VENV)/run.stamp  ## build the wheel into dist/
 	rm -rf build dist *.egg-info

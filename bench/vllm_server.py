@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from terracekv.bench.vllm_flags import environment, transfer
+from terracekv.bench.vllm_flags import environment as vllm_environment
+from terracekv.bench.vllm_flags import transfer
 
 START_S = 240.0
 END_S = 30.0
@@ -41,10 +42,18 @@ class Server:
     """An engine behind the OpenAI API. Without ``socket`` it has no connector."""
 
     def __init__(
-        self, model: Path, log: Path, socket: Path | None = None, *, options: dict[str, Any] | None = None, **flags: Any
+        self,
+        model: Path,
+        log: Path,
+        socket: Path | None = None,
+        *,
+        options: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+        **flags: Any,
     ) -> None:
         """``options`` go to the connector; ``flags`` to vLLM, underscores for hyphens."""
         self.log = log
+        self._environment = vllm_environment() | (environment or {})
         self.port = 0
         wanted: dict[str, Any] = {
             "model": model,
@@ -87,7 +96,7 @@ class Server:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port), *self._flags],
                 cwd=self.log.parent,
-                env=os.environ | environment(),
+                env=os.environ | self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -125,7 +134,8 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
         } | body
-        text, first, usage = [], 0.0, {}
+        text, first = list[str](), 0.0
+        usage: dict[str, Any] = {}
         with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=ASK_S)) as connection:
             started = time.perf_counter()
             connection.request("POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"})

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from terracekv.tests.harness import Daemon
 from terracekv.tests.vllm_engine import BLOCK, Engine, plain, prompt
 
 pytestmark = pytest.mark.timeout(300)
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
 TOKENS = 500
 CACHED = (TOKENS - 1) // BLOCK * BLOCK
 
