@@ -79,17 +79,19 @@ class Leases(Client):
         """Whether a lease still holds."""
         return self._session is held.session and held.lease in self._held
 
-    def listen(self) -> None:
-        """Note which blocks have come up, without waiting."""
+    def listen(self) -> bool:
+        """Note which blocks have come up, without waiting; whether there is a session that may say more."""
         if self._session is None or self._session.notices is None:
-            return
+            return False
         try:
             with self._turn(after(self.lookup_budget_ms)) as session:
                 if session.notices is not None:
                     session.read_notices()
                     self._note(session)
+                return True
         except (OSError, Trouble) as error:
             self._trouble(error)
+            return False
 
     def _note(self, session: Connection) -> None:
         notices, session.notices = session.notices or [], []

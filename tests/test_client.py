@@ -69,6 +69,16 @@ def test_what_was_stored_comes_back(daemon: Daemon) -> None:
         assert client.troubles == 0
 
 
+def test_a_tail_is_stored_only_behind_its_head(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        keys = client.chain(98, 6)
+        assert client.store(keys, lambda index, payload: pytest.fail(), first=3) == Stored(why="head_absent")
+        assert client.put(keys[:3]).stored == 3
+        written: list[int] = []
+        assert client.store(keys, lambda index, payload: written.append(index), first=3) == Stored(3, 3)
+        assert written == [3, 4, 5] and client.lookup(keys).blocks == 6
+
+
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS - 1, TOKENS, TOKENS + 1, 5 * TOKENS - 1, 5 * TOKENS])
 def test_only_full_blocks_have_names(daemon: Daemon, tokens: int) -> None:
