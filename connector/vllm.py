@@ -27,7 +27,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from terracekv.connector.vllm_guard import guarded
 from terracekv.connector.vllm_metrics import TerraceMetrics, TerraceStats
 from terracekv.connector.vllm_options import Options
-from terracekv.connector.vllm_plan import Results, Step
+from terracekv.connector.vllm_plan import Results, Step, Store
 from terracekv.connector.vllm_scheduler import SchedulerHalf
 from terracekv.connector.vllm_start import Introduction, introduce, scheduler_half, worker_half
 from terracekv.connector.vllm_worker import WorkerHalf
@@ -97,11 +97,12 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(NOTHING)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._introduction, pages = introduce(
+        introduction, pages = introduce(
             self._vllm_config, self._kv_cache_config, self._options, kv_caches, vllm.__version__
         )
         if pages is not None:
-            self._worker = worker_half(self._introduction, pages, self._options)
+            self._worker = worker_half(introduction, pages, self._options)
+        self._introduction = introduction  # only now: who cannot load must not let the scheduler promise it
 
     def get_handshake_metadata(self) -> Handshake | None:
         return Handshake(self._introduction or Introduction(unfit="the KV caches could not be registered: see the log"))
@@ -179,8 +180,15 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(NOTHING)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks, num_external_tokens)
+        if self._scheduler is not None and not self._allocated(request, blocks, num_external_tokens):
+            if num_external_tokens:
+                self._scheduler.give_up(request, blocks)
+
+    @guarded(lambda: False)
+    def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+        return True
 
     @guarded(dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
@@ -198,8 +206,12 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         if self._scheduler is None:
             return StepMetadata()
-        step = self._scheduler.step(scheduler_output)
-        return StepMetadata(step, wait=not self._scheduler.stores.protects)
+        loads = self._scheduler.take_loads()  # promised: they go out even if planning the stores fails
+        return StepMetadata(Step(loads, self._stores(scheduler_output)), wait=not self._scheduler.stores.protects)
+
+    @guarded(list)
+    def _stores(self, scheduler_output: SchedulerOutput) -> list[Store]:
+        return self._scheduler.plan_stores(scheduler_output) if self._scheduler is not None else []
 
     @guarded(NOTHING)
     def update_connector_output(self, connector_output: Any) -> None:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 LISTEN_S = 0.002
 """How often blocks on their way up are looked for."""
+UNREADABLE = "adapter_unreadable"
 EXPIRE_S = 1.0
 """How often leases that nobody came for are looked for."""
 FORGOTTEN_MAX = 4096
@@ -152,7 +153,7 @@ class Lookups:
                 self._look(chain, answer, tokens)
         except (OSError, ValueError) as error:
             log.warning("an adapter cannot be read: its requests are not cached: %s", error)
-            answer.why = "adapter_unreadable"
+            answer.why = UNREADABLE
         finally:
             answer.found = time.monotonic()
 

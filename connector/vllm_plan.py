@@ -17,7 +17,7 @@ def pages(numbers: list[int]) -> "array[int]":
 @dataclass(frozen=True, slots=True)
 class Load:
     """Copy tokens [``start``, ``end``) of a request out of the arena. ``keys`` are those of the blocks that hold them,
-    ``tables[g]`` the pages of exactly these tokens in group g."""
+    ``tables[g]`` the pages of exactly these tokens in group g. Without keys it is one that cannot be done."""
 
     request: str
     keys: bytes

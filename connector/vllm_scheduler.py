@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from terracekv.connector.report import tokens_by_tier
 from terracekv.connector.vllm_chain import Chain
-from terracekv.connector.vllm_lookups import Answer, Lookups
+from terracekv.connector.vllm_lookups import UNREADABLE, Answer, Lookups
 from terracekv.connector.vllm_options import Options, Wish
-from terracekv.connector.vllm_plan import Load, Results, Step, Store, pages
+from terracekv.connector.vllm_plan import Load, Results, Store, pages
 from terracekv.connector.vllm_stores import PAGES_HELD, Stores
 from terracekv.connector.vllm_worth import Prefill
 
@@ -158,10 +158,25 @@ class SchedulerHalf:
         for tier, tokens in tracked.loaded.items():
             self.stats[f"hit_tokens/{tier}"] += tokens
 
-    def step(self, output: Any) -> Step:
-        """What the workers are to do in the step that ``output`` describes."""
-        step = Step(loads=self._loads)
-        self._loads = []
+    def give_up(self, request: Any, blocks: Any) -> None:
+        """Tokens were promised that can be loaded no more, by an error of ours: let the workers say so, or the request
+        would wait for ever."""
+        tables = tuple(
+            pages([block.block_id for block in group if block.block_hash is None and not block.is_null])
+            for group in blocks.blocks
+        )
+        self._loads.append(Load(request.request_id, b"", 0, 0, tables))
+        if request.request_id in self._requests:
+            self._requests[request.request_id].read = False
+
+    def take_loads(self) -> list[Load]:
+        """The loads to begin in this step."""
+        taken, self._loads = self._loads, []
+        return taken
+
+    def plan_stores(self, output: Any) -> list[Store]:
+        """The stores to make in the step that ``output`` describes."""
+        stores = list[Store]()
         scheduled: Mapping[str, int] = output.num_scheduled_tokens
         self._prefill.begin(dict(scheduled), self._clock())
         self._follow_tables(output)
@@ -178,7 +193,9 @@ class SchedulerHalf:
             if blocks <= tracked.stored:
                 continue
             if tracked.chain.namespace is None:
-                if self._lookups.namespace is not None and (tracked.answer is None or tracked.answer.found):
+                if tracked.answer is not None and tracked.answer.why == UNREADABLE:
+                    tracked.write = False
+                elif self._lookups.namespace is not None and (tracked.answer is None or tracked.answer.found):
                     tracked.answer = self._lookups.ask(tracked.chain, 0)
                 continue
             tables = state.get_block_ids(id) if state is not None else tracked.tables
@@ -187,12 +204,12 @@ class SchedulerHalf:
             tracked.chain.extend(blocks)
             store = self.stores.plan(id, tracked.chain.keys[:blocks], tracked.stored, tables, tracked.ttl_s)
             if isinstance(store, Store):
-                step.stores.append(store)
+                stores.append(store)
             else:
                 self.stats[f"skipped/store_{store}"] += 1
             if store != PAGES_HELD:  # then another step may have room for it
                 tracked.stored = blocks
-        return step
+        return stores
 
     def results(self, results: Results | None, received: Sequence[str]) -> None:
         """What the workers report at the end of a step."""

@@ -102,6 +102,9 @@ class WorkerHalf:
     def _load(self, load: Load, deadline: float, client: Client) -> None:
         pages, size = self._pages, self._pages.block_tokens
         keys = split_keys(load.keys)
+        if not keys:
+            self._loaded(load, 0, "lost")
+            return
         first = load.start // size
         left_ms = int((deadline - time.monotonic()) * 1e3)
         began = time.monotonic()

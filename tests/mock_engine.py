@@ -167,7 +167,7 @@ class Engine:
         """One step of the engine: tokens computed by request."""
         scheduled = self._schedule()
         output = self._output(scheduled)
-        step = self.half.step(output) if self.half is not None else Step()
+        step = Step(self.half.take_loads(), self.half.plan_stores(output)) if self.half is not None else Step()
         step = pickle.loads(pickle.dumps(step))
         connected = self.ranks if self.half is not None else []
         for rank in connected:

@@ -156,6 +156,26 @@ def test_no_error_of_ours_reaches_the_engine(call: Callable[[TerraceConnector], 
     assert sum(broken.errors.values()) >= 1
 
 
+@pytest.mark.fault(59)
+def test_what_was_promised_goes_out_even_when_planning_fails() -> None:
+    class Half(Broken):
+        stores = SimpleNamespace(protects=True)
+        given_up: list[Any] = []
+
+        def take_loads(self) -> list[Load]:
+            return [Load("a", b"", 0, 0, ())]
+
+        def give_up(self, request: Any, blocks: Any) -> None:
+            self.given_up.append(request)
+
+    broken = connector(KVConnectorRole.SCHEDULER)
+    broken._scheduler = half = Half()  # type: ignore[assignment]
+    assert broken.build_connector_meta(None).step == Step(loads=half.take_loads())
+    broken.update_state_after_alloc("a", None, 0)
+    broken.update_state_after_alloc("b", None, 8)
+    assert half.given_up == ["b"] and broken.errors["_allocated"] == 2 and broken.errors["_stores"] == 1
+
+
 def test_an_unknown_setting_stops_the_engine_at_its_start() -> None:
     with pytest.raises(ValueError, match="unknown key 'sockets'; did you mean 'socket'?"):
         connector(KVConnectorRole.WORKER, sockets="x")

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ from terracekv.connector.client import Client, Copy, Loaded, Stored
 from terracekv.daemon.http_client import Door
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.mock_engine import Engine, truth
-from terracekv.tests.mock_pages import BLOCK, PAGE, prompt
+from terracekv.tests.mock_pages import BLOCK, PAGE, Request, prompt
 
 Make = Callable[..., Engine]
 
@@ -104,6 +105,31 @@ def test_a_bug_in_a_copy_is_a_failed_load_and_a_store_that_was_not_made(engine: 
         assert second.half is not None
         stats = second.half.take_stats()
         assert stats["failed/error"] == 1 and stats["skipped/store_error"] >= 2
+
+
+@pytest.mark.fault(59)
+@pytest.mark.parametrize("settings", [{}, {"ranks": 2}, {"windows": (None, 24)}], ids=["one", "two ranks", "hybrid"])
+def test_a_load_that_was_promised_and_cannot_be_planned_is_reported_as_failed(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    with engine(**settings) as first:
+        first.ask(prompt("a", 50))
+    with engine(**settings) as second:
+        half = second.half
+        assert half is not None
+
+        def allocated(request: Request, blocks: Any, external: int) -> None:
+            if external:  # as the connector does when planning raises
+                groups = [[SimpleNamespace(block_id=page, block_hash=None, is_null=not page) for page in table]
+                          for table in request.tables]  # fmt: skip
+                half.give_up(request, SimpleNamespace(blocks=groups))
+
+        monkeypatch.setattr(half, "allocated", allocated)
+        asked = prompt("b", 50, kv_transfer_params={"terracekv": {"write": False}})
+        second.add(asked)
+        until(lambda: second.step() is not None and second.reported, "every rank says so", 10)
+        second.run()
+        assert asked.answer == truth(asked, **settings)
 
 
 @pytest.mark.fault(17)
