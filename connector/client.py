@@ -18,6 +18,7 @@ from pathlib import Path
 
 from terracekv.connector.ahead import Ahead, Settle
 from terracekv.connector.arena import Arena, Attach
+from terracekv.connector.commits import Commits
 from terracekv.connector.connection import JOIN_S, Connection, Trouble, after
 from terracekv.daemon import protocol
 from terracekv.daemon.protocol import PROBE, VERSION, Found, Layout, Slot, Welcome
@@ -27,11 +28,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = (0.05, 1.0)
 """First and longest pause between attempts to join."""
-IN_FLIGHT = 64
-"""Commits sent ahead of their answers: more would only fill the socket."""
-COMMIT_BYTES = 8 << 20
-"""Blocks are committed when so many bytes were copied: enough that the message costs little beside the copy, few enough
-that the daemon finds them in the processor's cache when it checks them, while the next are copied."""
 
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
@@ -139,7 +135,7 @@ class Client:
         """How many leading blocks the daemon has, and from which tier."""
         deadline = after(self.lookup_budget_ms)
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 answer = session.ask(
                     lambda id: protocol.Lookup(id, b"".join(keys), self.lookup_budget_ms), Found, deadline
                 )
@@ -155,7 +151,7 @@ class Client:
         good: list[int] = []
         missed: list[str] = []
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 leased = session.ask(
                     lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms), protocol.Leased, deadline
                 )
@@ -173,28 +169,39 @@ class Client:
         except (OSError, Trouble) as error:
             return Loaded(len(good), self._trouble(error))
 
-    def store(self, keys: Sequence[bytes], gather: Copy, durable: bool = False, settle: Settle | None = None) -> Stored:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        gather: Copy,
+        durable: bool = False,
+        settle: Settle | None = None,
+        *,
+        first: int = 0,
+    ) -> Stored:
         """Copy blocks into the arena and make them findable. ``keys`` is the whole chain, from its first block.
 
         ``gather`` is called only for blocks that are not present. Commits are sent ahead: the daemon checks one block
-        while the next is copied. With ``durable``, returns when they are on disk.
+        while the next is copied. With ``durable``, returns when they are on disk. Blocks before ``first`` the caller
+        has not got: when one of them is not present either, nothing is stored, and ``why`` is ``head_absent``.
         """
         deadline = after(self.store_deadline_ms)
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
-                stored: list[int] = []
-                on_disk: list[int] = []
                 ahead = Ahead(settle, self.block_bytes)
+                commits = Commits(session, reserved.reservation, self.block_bytes, durable, deadline)
                 try:
-                    self._fill(session, reserved, gather, ahead, durable, deadline, stored, on_disk)
+                    if any(index not in reserved.present for index in range(first)):
+                        session.tell(protocol.Abort(reserved.reservation), deadline)
+                        return Stored(present=len(reserved.present), why="head_absent")
+                    self._fill(reserved, gather, ahead, commits)
                 except BaseException:
                     ahead.forget()
                     session.tell(protocol.Abort(reserved.reservation), deadline)
                     raise
                 present, refused = len(reserved.present), len(reserved.refused)
                 why = next(iter(reserved.refused.values()), None)
-                return Stored(len(stored), present, refused, len(on_disk), why)
+                return Stored(len(commits.stored), present, refused, len(commits.on_disk), why)
         except (OSError, Trouble) as error:
             return Stored(why=self._trouble(error))
 
@@ -209,49 +216,17 @@ class Client:
                 self._arena.close()
                 self._arena = None
 
-    def _fill(
-        self,
-        session: Connection,
-        reserved: protocol.Reserved,
-        gather: Copy,
-        ahead: Ahead,
-        durable: bool,
-        deadline: float,
-        stored: list[int],
-        on_disk: list[int],
-    ) -> None:
-        arena = self._mapped()
-        asked: list[int] = []
-        copied: list[int] = []
-
-        def commit() -> None:
-            indices = copied[:]
-            copied.clear()
-            asked.append(session.send(lambda id: protocol.Commit(id, reserved.reservation, indices, durable), deadline))
-
-        def settle(left: int) -> None:
-            while len(asked) > left:
-                answer = session.answer_to(asked.pop(0), protocol.Committed, deadline)
-                stored.extend(answer.stored)
-                on_disk.extend(answer.durable)
-
-        def whole(blocks: list[tuple[int, Slot]]) -> None:
-            for index, _ in blocks:
-                copied.append(index)
-                if len(copied) * self.block_bytes >= COMMIT_BYTES:
-                    commit()
-                    settle(IN_FLIGHT)
-
+    def _fill(self, reserved: protocol.Reserved, gather: Copy, ahead: Ahead, commits: Commits) -> None:
         for index, slot in enumerate(reserved.slots):
             if slot is None:
                 continue
-            with arena.payload(slot, self.block_bytes) as payload:
+            with self._mapped().payload(slot, self.block_bytes) as payload:
                 gather(index, payload)
-            whole(ahead.begun(index, slot))
-        whole(ahead.rest())
-        if copied:
-            commit()
-        settle(0)
+            for copied, _ in ahead.begun(index, slot):
+                commits.add(copied)
+        for copied, _ in ahead.rest():
+            commits.add(copied)
+        commits.finish()
 
     def _believe(self, whole: list[tuple[int, Slot]], good: list[int]) -> None:
         """The bytes of these blocks were copied: they count if the slots are still what was leased."""
@@ -259,6 +234,9 @@ class Client:
             if not self._mapped().is_current(slot):
                 raise Trouble("fenced", "the slot changed during the copy")
             good.append(index)
+
+    def _turn(self, deadline: float) -> "_Turn":
+        return _Turn(self, deadline)
 
     def _mapped(self) -> Arena:
         assert self._arena is not None

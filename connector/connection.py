@@ -35,6 +35,8 @@ class Connection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = bytearray()
         self._next = 0
+        self.notices: list[protocol.Ready | protocol.Failed] | None = None
+        """What came unasked while an answer was waited for; None, the default, forgets it."""
         self._early: dict[int, protocol.Answer] = {}
         try:
             self._socket.settimeout(left(deadline))
@@ -83,6 +85,26 @@ class Connection:
                 raise Trouble("protocol", f"{type(answer).__name__} where {kind.__name__} was asked for")
             if isinstance(answer, (Found, protocol.Leased, protocol.Reserved, protocol.Committed, protocol.Error)):
                 self._early[answer.id] = answer
+            elif self.notices is not None and isinstance(answer, (protocol.Ready, protocol.Failed)):
+                self.notices.append(answer)
+
+    def read_notices(self) -> None:
+        """Take what has come unasked by now into ``notices``, without waiting."""
+        assert self.notices is not None
+        while True:
+            self._socket.settimeout(0.0)
+            try:
+                data = self._socket.recv(1 << 18)
+            except BlockingIOError:
+                data = None
+            if data == b"":
+                raise Trouble("no_daemon", "the daemon closed the connection")
+            self._buffer += data or b""
+            while (answer := self._take()) is not None:
+                if isinstance(answer, (protocol.Ready, protocol.Failed)):
+                    self.notices.append(answer)
+            if data is None:
+                return
 
     def arrivals(
         self, leased: protocol.Leased, count: int, deadline: float, missed: list[str]
@@ -120,22 +142,30 @@ class Connection:
         self._socket.close()
 
     def _read(self, deadline: float) -> protocol.Answer:
-        buffer = self._buffer
         while True:
-            if len(buffer) >= LENGTH.size:
-                end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
-                if len(buffer) >= end:
-                    body = bytes(buffer[LENGTH.size : end])
-                    del buffer[:end]
-                    try:
-                        return protocol.answer_decoder.decode(body)
-                    except msgspec.MsgspecError as error:
-                        raise Trouble("protocol", str(error)) from None
+            answer = self._take()
+            if answer is not None:
+                return answer
             self._socket.settimeout(left(deadline))
             data = self._socket.recv(1 << 18)
             if not data:
                 raise Trouble("no_daemon", "the daemon closed the connection")
-            buffer += data
+            self._buffer += data
+
+    def _take(self) -> protocol.Answer | None:
+        """The first answer that has come whole."""
+        buffer = self._buffer
+        if len(buffer) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            return None
+        body = bytes(buffer[LENGTH.size : end])
+        del buffer[:end]
+        try:
+            return protocol.answer_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise Trouble("protocol", str(error)) from None
 
 
 def after(ms: float) -> float:

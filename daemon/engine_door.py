@@ -204,6 +204,8 @@ class Connection(asyncio.Protocol):
             self._door.spawn(self._commit(session, request))
         elif isinstance(request, protocol.Abort):
             self._door.sessions.abort(session, request.reservation)
+        elif isinstance(request, protocol.Pin):
+            self._door.spawn(self._pin(session, request))
         else:
             self._prefetch(session, session.ids_of(protocol.split_keys(request.keys)))
 
@@ -249,6 +251,13 @@ class Connection(asyncio.Protocol):
                 store.promoter.prefetch(sessions.current(session), ids)
 
             self._door.spawn(self._later(0, question, ASK_S_MAX, more))
+
+    async def _pin(self, session: Session, request: protocol.Pin) -> None:
+        try:
+            ids = session.ids_of(protocol.split_keys(request.keys))
+            await self._door.store.pins.pin(self._door.sessions.current(session), ids, request.ttl_ms / 1e3)
+        except (TerraceError, ValueError) as error:
+            log.warning("an engine's pin was not done: %s", error)
 
     def _lookup(self, session: Session, request: protocol.Lookup) -> None:
         keys = protocol.split_keys(request.keys)

@@ -26,6 +26,7 @@ from terracekv.daemon.protocol import (
     Layout,
     Leased,
     Lookup,
+    Pin,
     Prefetch,
     Refused,
     Release,
@@ -345,3 +346,13 @@ def test_the_socket_is_ours_only(daemon: Daemon) -> None:
         "slots",
         "owner.lock",
     }
+
+
+def test_an_engine_can_ask_that_its_blocks_stay(daemon: Daemon, wire: Wire) -> None:
+    with daemon.client() as client:
+        keys = client.chain(99, 3)
+        assert client.put(keys).stored == 3
+        wire.tell(Pin(b"".join(keys), 60_000))
+        wire.tell(Pin(b"half a key", 60_000))
+        until(lambda: daemon.http("/v1/status")[1]["tiers"]["host"]["leased_blocks"] >= 3, "they are pinned")
+        assert isinstance(wire.ask(Lookup(1, b"".join(keys), 1000)), Found), "the session goes on"

@@ -1,0 +1,92 @@
+"""What can be set: in ``kv_connector_extra_config`` for the engine, in ``kv_transfer_params`` for one request.
+
+Pure. Called when the engine starts and when a request comes. Standard library only.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+SOCKET = "/dev/shm/terracekv/engine.sock"
+"""Where a daemon with the default settings listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of one engine. Names end in their unit; docs/vllm.md says what each is for."""
+
+    socket: str = SOCKET
+    block_tokens: int = 0
+    """0: the engine's own on a CPU, where every recomputed token costs milliseconds; else 256 or a little more."""
+    model: str = ""
+    revision: str = ""
+    credential_file: str = ""
+    lookup_budget_ms: int = 20
+    wait_ms: int = 2000
+    wait_tokens_max: int = 0
+    """0: without bound."""
+    min_tokens: int = 0
+    load_deadline_ms: int = 1000
+    """And a millisecond more for each MB."""
+    store_deadline_ms: int = 2000
+    """The same."""
+    lease_s: int = 60
+    pages_held: float = 0.25
+    """Share of the engine's pages that stores under way may keep from being reused."""
+    prefill_tokens_per_s: float = 0.0
+    """0: measured."""
+    store_output: bool = True
+    reset: str = "forget"
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> "Options":
+        """Raises ValueError, naming the key, for one that is unknown or has a value of the wrong kind."""
+        known: dict[str, type] = {field.name: type(field.default) for field in fields(cls)}
+        for key, value in given.items():
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                raise ValueError(
+                    f"kv_connector_extra_config: unknown key {key!r}{hint} Known keys: {', '.join(sorted(known))}"
+                )
+            kind = known[key]
+            if kind is float and type(value) is int:
+                value = float(value)
+            if type(value) is not kind:
+                raise ValueError(f"kv_connector_extra_config: {key} is {value!r}, and should be {kind.__name__}")
+            if isinstance(value, (int, float)) and value < 0:
+                raise ValueError(f"kv_connector_extra_config: {key} is {value}, and cannot be negative")
+        options = cls(**given)
+        if options.reset not in ("forget", "keep"):
+            raise ValueError(f"kv_connector_extra_config: reset is {options.reset!r}, and should be 'forget' or 'keep'")
+        if not 0 < options.pages_held <= 1:
+            raise ValueError(f"kv_connector_extra_config: pages_held is {options.pages_held}, and should be in (0, 1]")
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one request asks for: ``{"terracekv": {"read": false, "write": false, "ttl_s": 600}}``."""
+
+    read: bool = True
+    write: bool = True
+    ttl_s: float = 0.0
+    """Keep the prompt's blocks in host for so long."""
+
+    @classmethod
+    def read_from(cls, params: Mapping[str, Any] | None) -> "Wish":
+        """Raises ValueError, naming the key, for what is not understood."""
+        given = (params or {}).get("terracekv")
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise ValueError(f"kv_transfer_params: terracekv is {given!r}, and should be an object")
+        known = ("read", "write", "ttl_s")
+        for key, value in given.items():
+            if key not in known:
+                raise ValueError(f"kv_transfer_params: terracekv.{key} is unknown. Known keys: {', '.join(known)}")
+            good = type(value) in (int, float) and value >= 0 if key == "ttl_s" else type(value) is bool
+            if not good:
+                raise ValueError(f"kv_transfer_params: terracekv.{key} cannot be {value!r}")
+        return cls(**given)
