@@ -4,6 +4,7 @@ Owns the server and all that it starts: they end with the ``with`` block. Used b
 library only. The server is started as a module, since the command of vLLM's CPU wheel looks for a package named vllm.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -23,6 +24,7 @@ from terracekv.bench.vllm_flags import transfer
 
 START_S = 240.0
 END_S = 30.0
+REST_S = 10.0
 ASK_S = 600.0
 NAME = "small"
 
@@ -113,14 +115,14 @@ class Server:
         if self._process is None:
             return
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        until = time.monotonic() + REST_S
+        with contextlib.suppress(ProcessLookupError):  # there is nobody left
+            while time.monotonic() < until:  # who cleans up after the others ends last
+                os.killpg(self._process.pid, 0)
+                time.sleep(0.05)
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._process = None
 
