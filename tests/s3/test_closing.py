@@ -27,9 +27,7 @@ def a(nodes: Nodes, stub: S3Stub) -> Iterator[Node]:
 
 
 @pytest.mark.parametrize("call", ["put", "get"])
-def test_closing_cuts_off_what_is_under_way(
-    a: Node, stub: S3Stub, call: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_closing_cuts_off_what_is_under_way(a: Node, stub: S3Stub, call: str, caplog: pytest.LogCaptureFixture) -> None:
     outcomes = list[Outcome]()
 
     def work() -> None:

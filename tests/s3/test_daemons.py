@@ -177,6 +177,24 @@ def test_a_bucket_that_can_never_be_used_ends_the_start(daemon: Opened, change: 
     assert a.wait() == 1 and says in a.tail()
 
 
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_no_log_level_brings_credentials_or_signatures_into_the_log(
+    daemon: Opened, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {"AWS_ACCESS_KEY_ID": "the-key", "AWS_SECRET_ACCESS_KEY": "the-secret", "AWS_SESSION_TOKEN": "the-token"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    a = daemon("a", daemon__log_level=level)
+    with a.client() as client:
+        keys = client.chain(1, 4)
+        assert client.put(keys, durable=True).durable == 4
+    assert a.term() == 0
+    log = a.log.read_text()
+    assert "ready after" in log and " DEBUG botocore" not in log and " DEBUG urllib3" not in log
+    for secret in (*secrets.values(), "x-amz-security-token", "Signature=", "StringToSign"):
+        assert secret not in log
+
+
 def test_the_command_line_looks_into_the_bucket(daemon: Opened, stub: S3Stub) -> None:
     a = daemon("a")
     with a.client() as client:
