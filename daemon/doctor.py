@@ -56,7 +56,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from _running(config, running)
     tiers = list(running["tiers"])
     if running["tiers"][tiers[-1]]["mode"] in ("down", "read-only"):
-        tiers = tiers[:1]  # nothing can be made durable now
+        tiers = tiers[:-1]  # nothing can be made durable now
     yield from round_trips(config.daemon.runtime_dir, door, tiers)
 
 

@@ -1,4 +1,4 @@
-"""Flushes of a shared bucket: beside all else, few at a time, through the breaker; and the answer says what was left."""
+"""Flushes of a shared bucket: beside all else, few at a time, through the breaker; the answer names what is left."""
 
 import asyncio
 import threading
