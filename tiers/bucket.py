@@ -58,9 +58,7 @@ class Object:
 class Body:
     """An object's bytes on their way. One thread's; only within ``Bucket.get``."""
 
-    def __init__(
-        self, about: Object, stream: Any, deadline: float, timeout_s: float, closed: threading.Event
-    ) -> None:
+    def __init__(self, about: Object, stream: Any, deadline: float, timeout_s: float, closed: threading.Event) -> None:
         self.about = about
         self.waited_s = 0.0
         """Time spent in reading, so without what the reader did in between."""

@@ -215,6 +215,7 @@ class S3Tier:
             blocks=self._scout.presence.count(),
             counters=self._ledger.counters(),
             last_error=self.breaker.reason or self._ledger.last_error,
+            last_error_at=self._ledger.last_error_at if up else None,
             details={
                 "breaker": str(self.breaker.state),
                 "breaker_opened": self.breaker.times_opened,

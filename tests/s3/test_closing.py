@@ -37,7 +37,7 @@ def test_closing_cuts_off_what_is_under_way(a: Node, stub: S3Stub, call: str, ca
     stub.switches.bytes_per_s = SLOW_BYTES_PER_S
     worker = threading.Thread(target=work)
     worker.start()
-    until(lambda: stub.receiving or stub.requests[-1][:2] == ("GET", a.key(1)), "the server is busy with it")
+    until(lambda: stub.receiving > 0 or stub.requests[-1][:2] == ("GET", a.key(1)), "the server is busy with it")
     a.tier.close()
     worker.join(WELL_BEFORE_S)
     assert not worker.is_alive(), f"it goes on to its deadline, {LONG_S:.0f} s away"

@@ -260,6 +260,10 @@ def test_the_command_line_looks_into_the_bucket(daemon: Opened, stub: S3Stub) ->
     assert status == 1 and checked["good"] == 3 and len(checked["damaged"]) == 1
     ask(a, "POST", "/v1/flush", {"namespace": space["namespace_id"], "tier": "host"})
     assert run("s3", "gc", "--dry-run")[1]["blocks"] == 0
+    for name in (space["namespace_id"], space["namespace_id"][:8].upper(), space["namespace_id"][:12], "m"):
+        assert len(run("s3", "ls", "-n", name)[1]) == 4
+        assert run("s3", "verify", "-n", name)[1]["good"] == 3
+        assert run("s3", "gc", "--dry-run", "-n", name)[1]["blocks"] == 0
     status, findings = run("doctor")
     states = {(finding["what"], finding["state"]) for finding in findings}
     assert {("s3", "ok"), ("s3 tier", "ok")} <= states, findings
