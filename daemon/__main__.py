@@ -42,8 +42,7 @@ PROBE_S = 1.0
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=config.daemon.log_level.upper(), format=line, stream=sys.stderr)
+    _log_to_stderr(config.daemon.log_level.upper())
     started = time.monotonic()
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
@@ -64,6 +63,14 @@ def run(config: Config) -> int:
         return 1
     finally:
         tiers.close()
+
+
+def _log_to_stderr(level: str) -> None:
+    """Libraries never below INFO: what they tell a debugger has signatures and session tokens in it."""
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=level, format=line, stream=sys.stderr)
+    logging.getLogger().setLevel(max(logging.INFO, logging.getLogger().level))
+    logging.getLogger("terracekv").setLevel(level)
 
 
 async def _serve(config: Config, tiers: Tiers, started: float) -> int:
@@ -118,13 +125,14 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         )
     await stop.wait()
     log.info("stopping: taking no more work")
+    keeper.cancel()  # the doors' files are gone from now on because we remove them
     until = loop.time() + config.daemon.drain_s
     await asyncio.gather(engine.close(config.daemon.drain_s), http.close(config.daemon.drain_s))
     try:
         await asyncio.wait_for(asyncio.gather(*(each.drain() for each in movers)), max(0.1, until - loop.time()))
     except TimeoutError:
-        log.warning("%d bytes of write-through were not written in time", sum(each.queue_bytes for each in movers))
-    keeper.cancel()
+        left = sum(each.queue_bytes for each in movers)
+        log.warning("%d bytes of write-through were not written within daemon.drain_s: they are cut off", left)
     tiers.arena.stop()
     await store.forgetting.close()
     await _end_distant(tiers, store)
@@ -177,7 +185,7 @@ def _verdict(probing: "asyncio.Future[ConfigError | bool] | None") -> int:
 
 
 async def _end_distant(tiers: Tiers, store: Store) -> None:
-    """Closing the tier makes what its workers still have to do end soon."""
+    """Closing the tier cuts off what its workers still have to do."""
     if tiers.s3 is not None and store.far is not None:
         await store.mover.load(tiers.s3.close)
         store.far.close()

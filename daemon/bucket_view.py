@@ -1,17 +1,23 @@
 """What the command line shows of a bucket, and does with it: beside running daemons, or without any.
 
 Owns nothing. Called by ``cli`` and ``doctor`` in their own process, never by the daemon; what it imports of the tiers
-brings boto3 along. Imports ``config_s3`` and ``tiers``.
+brings boto3 along. Imports ``config``, ``config_s3`` and ``tiers``.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+from terracekv.daemon.config import Config
 from terracekv.daemon.config_s3 import S3, settings_of
 from terracekv.tiers import s3_audit
 from terracekv.tiers.block import KEY_BYTES, shard_of
 from terracekv.tiers.bucket import Bucket
-from terracekv.tiers.errors import BadRequest, ConfigError
+from terracekv.tiers.errors import BadRequest, ConfigError, NotFound
+from terracekv.tiers.namespace import Namespace, Namespaces
+
+PREFIX_DIGITS, ID_DIGITS = 8, 64
 
 
 def opened(s3: S3) -> Bucket:
@@ -21,9 +27,30 @@ def opened(s3: S3) -> Bucket:
     return Bucket(settings_of(s3))
 
 
-def listing(bucket: Bucket, namespace: str | None) -> Iterator[dict[str, Any]]:
-    """All blocks, of one namespace (64 hex digits) or of all."""
-    for stored in s3_audit.ls(bucket, namespace_id=_id(namespace)):
+def chosen(config: Config, name: str | None) -> tuple[Bucket, bytes | None]:
+    """The bucket, and a namespace of it by its id in hex, a unique prefix of it (8 digits or more), or the name of a
+    model that engines of this node have registered. None for None: all."""
+    bucket = opened(config.s3)
+    if name is None:
+        return bucket, None
+    ids = [namespace.id for namespace in _known(config.daemon.state_dir) if namespace.model == name]
+    if not ids and re.fullmatch(f"[0-9a-fA-F]{{{PREFIX_DIGITS},{ID_DIGITS}}}", name):
+        ids = [bytes.fromhex(name)] if len(name) == ID_DIGITS else s3_audit.begun_by(bucket, name.lower())
+    if len(ids) > 1:
+        shown = ", ".join(id.hex()[:16] for id in ids)
+        raise BadRequest(f"{len(ids)} namespaces are called {name!r}", f"name one by its id: {shown}")
+    if not ids:
+        raise NotFound(
+            f"no namespace {name!r} in the bucket",
+            f"terracekv s3 stat lists them; a prefix of an id needs {PREFIX_DIGITS} digits, and models are known only "
+            "where an engine used them",
+        )
+    return bucket, ids[0]
+
+
+def listing(bucket: Bucket, namespace_id: bytes | None) -> Iterator[dict[str, Any]]:
+    """All blocks, of one namespace or of all."""
+    for stored in s3_audit.ls(bucket, namespace_id=namespace_id):
         yield _row(stored) | {"bytes": stored.about.size, "age_s": round(stored.about.age_s)}
 
 
@@ -43,15 +70,15 @@ def spaces(bucket: Bucket) -> list[dict[str, Any]]:
     ]
 
 
-def verified(bucket: Bucket, namespace: str | None) -> Iterator[dict[str, Any]]:
+def verified(bucket: Bucket, namespace_id: bytes | None) -> Iterator[dict[str, Any]]:
     """Every block, read and checked; ``problem`` is null when it is whole."""
-    for stored, problem in s3_audit.verify(bucket, namespace_id=_id(namespace)):
+    for stored, problem in s3_audit.verify(bucket, namespace_id=namespace_id):
         yield _row(stored) | {"bytes": stored.about.size, "problem": problem}
 
 
-def swept(bucket: Bucket, ttl_s: float, dry: bool) -> dict[str, Any]:
+def swept(bucket: Bucket, namespace_id: bytes | None, ttl_s: float, dry: bool) -> dict[str, Any]:
     """Delete what is older than ``ttl_s`` (0: however old), and what was flushed."""
-    blocks, size = s3_audit.gc(bucket, ttl_s, dry=dry)
+    blocks, size = s3_audit.gc(bucket, ttl_s, dry=dry, namespace_id=namespace_id)
     return {"blocks": blocks, "bytes": size, "deleted": not dry}
 
 
@@ -61,13 +88,7 @@ def _row(stored: s3_audit.Stored) -> dict[str, Any]:
     return names | {"key": place.id[:KEY_BYTES].hex(), "shard": shard_of(place.id)}
 
 
-def _id(namespace: str | None) -> bytes | None:
-    if namespace is None:
-        return None
-    try:
-        id = bytes.fromhex(namespace)
-    except ValueError:
-        id = b""
-    if len(id) != 32:
-        raise BadRequest(f"{namespace!r} is not a namespace id", "64 hex digits; terracekv s3 stat lists them")
-    return id
+def _known(state_dir: Path) -> Iterable[Namespace]:
+    """Namespaces of this node, with their models' names; none where no daemon ever ran."""
+    path = state_dir / "namespaces.json"
+    return Namespaces(path) if path.exists() else ()

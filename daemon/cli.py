@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from terracekv.daemon.cli_text import age, printable, read_tokens, sentence, short
+from terracekv.daemon.cli_text import age, last_error, printable, queues, read_tokens, sentence, short
 from terracekv.daemon.config import Config, describe, load_config, require_folders, resolve, survey, version
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door
 from terracekv.tiers.budget import show
@@ -47,7 +47,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 Name = Annotated[
     str, typer.Option("--namespace", "-n", help="Id, a unique prefix of it (8 digits), or the model's name.")
 ]
-NamespaceId = Annotated[str | None, typer.Option("--namespace", "-n", help="Id in hex; without it, all.")]
+NamespaceOrAll = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="As for other commands; without it, all namespaces.")
+]
 Tokens = Annotated[str, typer.Argument(metavar="TOKENS", help="File with token ids (JSON or plain text), - for stdin.")]
 
 
@@ -198,12 +200,12 @@ def show_config(as_json: AsJson = False, config: ConfigFile = None, settings: Se
 
 @bucket_commands.command("ls")
 def list_bucket(
-    namespace: NamespaceId = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
+    namespace: NamespaceOrAll = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
 ) -> None:
     """List the blocks."""
-    from terracekv.daemon.bucket_view import listing, opened
+    from terracekv.daemon.bucket_view import chosen, listing
 
-    rows = listing(opened(_load(config, settings).s3), namespace)
+    rows = listing(*chosen(_load(config, settings), namespace))
     if as_json:
         return _print_json(list(rows))
     for row in rows:
@@ -232,13 +234,13 @@ def measure_bucket(as_json: AsJson = False, config: ConfigFile = None, settings:
 
 @bucket_commands.command("verify")
 def verify_bucket(
-    namespace: NamespaceId = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
+    namespace: NamespaceOrAll = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
 ) -> None:
     """Read every block and check it. Exit status 1 if any is damaged."""
-    from terracekv.daemon.bucket_view import opened, verified
+    from terracekv.daemon.bucket_view import chosen, verified
 
     good, bad = 0, []
-    for row in verified(opened(_load(config, settings).s3), namespace):
+    for row in verified(*chosen(_load(config, settings), namespace)):
         if row["problem"] is None:
             good += 1
         else:
@@ -255,15 +257,16 @@ def verify_bucket(
 @bucket_commands.command("gc")
 def sweep_bucket(
     dry: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    namespace: NamespaceOrAll = None,
     as_json: AsJson = False,
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Delete blocks older than s3.ttl, and those of flushed namespaces."""
-    from terracekv.daemon.bucket_view import opened, swept
+    from terracekv.daemon.bucket_view import chosen, swept
 
-    s3 = _load(config, settings).s3
-    done = swept(opened(s3), s3.ttl, dry)
+    loaded = _load(config, settings)
+    done = swept(*chosen(loaded, namespace), loaded.s3.ttl, dry)
     if as_json:
         return _print_json(done)
     typer.echo(
@@ -328,12 +331,10 @@ def _print_status(answer: dict[str, Any]) -> None:
     console.print(table)
     for name, tier in answer["tiers"].items():
         if tier["last_error"]:
-            console.print(printable(f"{name}: last error: {tier['last_error']}"), style="red")
-    queue, counts = answer["queue"], answer["lookups"]
-    console.print(
-        f"write-through queue: {show(queue['bytes'])} of {show(queue['bytes_max'])}, "
-        f"{counts['writes_dropped']:,} blocks dropped, {counts['writes_failed']:,} failed"
-    )
+            text, news = last_error(name, tier)
+            console.print(printable(text), style="red" if news else "dim")
+    for line in queues(answer["tiers"]):
+        console.print(line)
 
     columns = {"model": "model", "revision": "revision", "namespace": "namespace_id", "tokens": "block_tokens"}
     columns |= {"block": "block_bytes", "dtype": "dtype", "shards": "shards", "epoch": "epoch"}

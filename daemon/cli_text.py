@@ -1,6 +1,7 @@
 """Words and numbers as a person reads and writes them at a terminal.
 
-Pure, but for the file or standard input that tokens are read from. Called by ``cli``. Imports ``errors``.
+Pure, but for the file or standard input that tokens are read from. Called by ``cli`` and
+``doctor``. Imports ``budget`` and ``errors``.
 """
 
 import re
@@ -8,7 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from terracekv.tiers.budget import show
 from terracekv.tiers.errors import BadRequest
+
+NEWS_S = 60.0
 
 
 def short(count: int) -> str:
@@ -25,6 +29,24 @@ def sentence(counts: dict[str, Any]) -> str:
     share = f" ({matched / asked:.1%})" if asked else ""
     split = ", ".join(f"{tier} {blocks:,}" for tier, blocks in counts["matched"].items())
     return f"{counts['lookups']:,} lookups found {matched:,} of {asked:,} blocks{share}: {split}"
+
+
+def queues(tiers: dict[str, Any]) -> list[str]:
+    """What waits for each tier below host, and what never got there."""
+    return [
+        f"write-through to {name}: {show(tier['in_flight_bytes'])} of {show(tier['in_flight_bytes_max'])} queued, "
+        f"{tier['flow']['writes_dropped']:,} blocks dropped, {tier['flow']['writes_failed']:,} failed"
+        for name, tier in tiers.items()
+        if tier.get("flow")
+    ]
+
+
+def last_error(name: str, tier: dict[str, Any]) -> tuple[str, bool]:
+    """A tier's last error, and whether it is news."""
+    seconds = tier.get("last_error_age_s")
+    if seconds is None:
+        return f"{name}: last error: {tier['last_error']}", True
+    return f"{name}: last error, {age(seconds)} ago: {tier['last_error']}", seconds < NEWS_S
 
 
 def age(seconds: float) -> str:

@@ -45,6 +45,17 @@ class S3(Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens_per_s: Rate = 0.0
 
 
+def check_endpoint(endpoint: str) -> None:
+    """ConfigError for a URL with a user or password in it: settings are printed, logged and served by the doors."""
+    host = endpoint.partition("://")[2].partition("/")[0]
+    if "@" in host:
+        shown = endpoint.replace(host.rpartition("@")[0], "...")
+        raise ConfigError(
+            f"s3.endpoint {shown} has a user or password in it",
+            "leave it out: credentials come from s3.credentials_file, s3.profile or the environment",
+        )
+
+
 def settings_of(s3: S3) -> S3Settings:
     """As the tier wants them. ConfigError names what is wrong."""
     if not s3.bucket:

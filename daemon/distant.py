@@ -1,8 +1,9 @@
 """A tier behind a network: what it has is only known after asking, and asking takes time.
 
 ``Distant`` owns the questions under way (one for each first unknown block, however many wait), the threads that ask,
-and the window of reads. Runs on the event loop. Imports ``below``, ``mover`` and ``tiers``; the tier itself is made by
-``recovery``, so that nobody loads its library who has no such tier.
+the window of reads, and the lanes in which the bucket is told of flushes and swept. Runs on the event loop. Imports
+``below``, ``lane``, ``mover`` and ``tiers``; the tier itself is made by ``recovery``, so that nobody loads its library
+who has no such tier.
 
 Nothing above waits for it: its threads and its queue are its own, and whoever asks waits as long as it chooses to.
 """
@@ -15,8 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from terracekv.daemon.below import Lower
+from terracekv.daemon.lane import Lane
 from terracekv.daemon.mover import Mover
 from terracekv.tiers.breaker import State
+from terracekv.tiers.errors import TierDown
 from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.worth import Worth
@@ -53,6 +56,8 @@ class Distant(Lower):
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._worth: dict[bytes, Worth] = {}
         self._asker = Mover(threads=ASKERS, queue_bytes=1)
+        self.tells: Lane[TierDown | None] = Lane(self._tell)
+        self.sweeps: Lane[tuple[int, TierDown | None]] = Lane(tier.sweep)
         self._questions: dict[tuple[int, bytes], asyncio.Future[int]] = {}
         self._waiting: deque[tuple[int, Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._reading = 0
@@ -158,7 +163,12 @@ class Distant(Lower):
 
     def report(self) -> dict[str, int]:
         """For the status."""
-        return {"questions": self.asked, "questions_under_way": len(self._questions), "reads_waiting": self.queued}
+        return {
+            "questions": self.asked,
+            "questions_under_way": len(self._questions),
+            "reads_waiting": self.queued,
+            "sweeps_under_way": self.sweeps.turns,
+        }
 
     @property
     def queued(self) -> int:
@@ -168,15 +178,25 @@ class Distant(Lower):
     @property
     def idle(self) -> bool:
         """Whether nothing of it is under way."""
-        return not (self._questions or self._waiting or self._reading or self.mover.queue_bytes)
+        lanes = self.tells.turns + self.sweeps.turns
+        return not (self._questions or self._waiting or self._reading or self.mover.queue_bytes or lanes)
 
     def close(self) -> None:
         """End the threads; questions that nobody has begun to ask are dropped. The tier is closed before."""
         self._closed = True
-        self._asker.close()
+        for threads in (self._asker, self.tells, self.sweeps):
+            threads.close()
         for _, _, outer in self._waiting:
             outer.cancel()
         self._waiting.clear()
+
+    def _tell(self, namespace: Namespace) -> TierDown | None:
+        """Tell the bucket of a flush; the error, when it did not hear."""
+        try:
+            self.tier.flush(namespace)
+        except TierDown as error:
+            return error
+        return None
 
     def _begin(self, first: tuple[int, bytes], namespace: Namespace, ids: list[bytes]) -> "asyncio.Future[int]":
         until = time.monotonic() + QUESTION_S

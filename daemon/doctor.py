@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from terracekv.daemon.cli_text import last_error
 from terracekv.daemon.config import Config, describe, require_folders, resolve, summary, survey, version
 from terracekv.daemon.doctor_trial import Finding, round_trips
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door, NotRunning, Silent
@@ -56,7 +57,7 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from _running(config, running)
     tiers = list(running["tiers"])
     if running["tiers"][tiers[-1]]["mode"] in ("down", "read-only"):
-        tiers = tiers[:1]  # nothing can be made durable now
+        tiers = tiers[:-1]  # nothing can be made durable now
     yield from round_trips(config.daemon.runtime_dir, door, tiers)
 
 
@@ -199,7 +200,8 @@ def _running(config: Config, running: dict[str, Any]) -> Iterator[Finding]:
     yield from _differences(describe(config), running["config"])
     for name, tier in running["tiers"].items():
         if tier["last_error"]:
-            yield Finding(f"{name} tier", "warn", f"mode {tier['mode']}; last error: {tier['last_error']}")
+            text, news = last_error(name, tier)
+            yield Finding(f"{name} tier", "warn" if news else "ok", f"mode {tier['mode']}; {text}")
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:

@@ -7,9 +7,8 @@ Imports ``below``, ``distant``, ``events``, ``mover``, ``pins``, ``promotion``, 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from terracekv.daemon.below import Lower
 from terracekv.daemon.distant import Distant
@@ -18,13 +17,10 @@ from terracekv.daemon.mover import Mover
 from terracekv.daemon.pins import Pins
 from terracekv.daemon.promotion import Promoter
 from terracekv.daemon.write_through import WriteThrough
-from terracekv.tiers.errors import BadRequest, TierDown
+from terracekv.tiers.errors import BadRequest
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.tier import Outcome
-
-if TYPE_CHECKING:
-    from terracekv.tiers.s3 import S3Tier
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +29,16 @@ DISTANT_S = 5.0
 """An order waits so long for a distant tier; it goes on there."""
 EPOCHS_MAX = 64
 """Epochs of one namespace that host may hold between two looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What became of a flush. ``dropped`` counts blocks by tier, without tiers that go on behind the answer;
+    ``skipped`` names what was not done: ``s3_in_background`` goes on, ``s3_unheard``: the bucket has not heard of the
+    flush and is told before the namespace is next used, ``s3_unswept``: objects of flushed blocks are left."""
+
+    dropped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
 
 
 class Forgetting:
@@ -60,6 +66,8 @@ class Forgetting:
         self._events = events
         self._epochs = {namespace.id: namespace.epoch for namespace in namespaces}
         self._tasks = set[asyncio.Future[int]]()
+        self._sweeping = asyncio.Lock()
+        """A sweep of a local tier takes one worker, however many wait for theirs."""
 
     async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
         """Forget blocks in every tier: how many each had. Whoever reads one under a lease may finish."""
@@ -78,7 +86,7 @@ class Forgetting:
                 break
         return counts
 
-    async def flush(self, namespace: Namespace, tier: str | None = None) -> dict[str, int]:
+    async def flush(self, namespace: Namespace, tier: str | None = None) -> Flushed:
         """Make all blocks of a namespace misses, in every tier or in one: how many each had.
 
         In every tier it raises the epoch: at once for lookups, for writes under way too, and for good.
@@ -92,16 +100,17 @@ class Forgetting:
             self._epochs[namespace.id] = max(raised.epoch, self._epochs.get(namespace.id, 0))
             self._events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
             self._pins.expire()
-        counts = {}
+        flushed = Flushed()
         if tier in (None, "host"):
             self._pins.end(namespace)
-            counts["host"] = await self._mover.load(lambda: self._host.drop(namespace))
+            flushed.dropped["host"] = await self._mover.load(lambda: self._host.drop(namespace))
         for lower, through in zip(self._below, self._through, strict=True):
             if tier in (None, lower.name):
-                gone = await self._reclaim(namespace, lower, through, tell=tier is None)
-                if gone is not None:
-                    counts[lower.name] = gone
-        return counts
+                if isinstance(lower, Distant):
+                    await self._flush_distant(namespace, lower, through, flushed, tell=tier is None)
+                else:
+                    flushed.dropped[lower.name] = await self._sweep(namespace, lower, through)
+        return flushed
 
     async def notice(self) -> None:
         """Deal with epochs that a tier took over from another node. Called every second or so."""
@@ -120,7 +129,7 @@ class Forgetting:
                 if isinstance(lower, Distant):
                     lower.forget()  # whoever flushed sweeps the bucket
                 else:
-                    await self._reclaim(old, lower, through, tell=False)
+                    await self._sweep(old, lower, through)
 
     async def close(self) -> None:
         """Stop waiting for what still goes on."""
@@ -128,33 +137,44 @@ class Forgetting:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _reclaim(self, namespace: Namespace, lower: Lower, through: WriteThrough, *, tell: bool) -> int | None:
-        """Take back the room of a snapshot's epoch and those before; None when it goes on without us."""
-        if not isinstance(lower, Distant):
-            return await self._sweep(namespace, lower, through, tell=tell)
-        work = asyncio.ensure_future(self._sweep(namespace, lower, through, tell=tell))
+    async def _flush_distant(
+        self, namespace: Namespace, far: Distant, through: WriteThrough, flushed: Flushed, *, tell: bool
+    ) -> None:
+        """The bucket's part of a flush, for so long as somebody waits for it. It goes on whether or not."""
+        work = asyncio.ensure_future(self._sweep_distant(namespace, far, through, flushed, tell=tell))
         self._tasks.add(work)
         work.add_done_callback(self._tasks.discard)
         done, _ = await asyncio.wait([work], timeout=DISTANT_S)
-        return work.result() if done else None
+        if done:
+            flushed.dropped[far.name] = work.result()
+        else:
+            flushed.skipped[f"{far.name}_in_background"] = 1
 
-    async def _sweep(self, namespace: Namespace, lower: Lower, through: WriteThrough, *, tell: bool) -> int:
+    async def _sweep_distant(
+        self, namespace: Namespace, far: Distant, through: WriteThrough, flushed: Flushed, *, tell: bool
+    ) -> int:
         older_than = replace(namespace, epoch=namespace.epoch + 1)
-        if isinstance(lower, Distant):
-            lower.forget()
-            tier = lower.tier
-            if tell:
-                unheard = await lower.mover.load(lambda: _tell(tier, older_than))
-                if unheard is not None:
-                    log.warning("the bucket has not heard of a flush yet, it is told later: %s", unheard)
+        far.forget()
+        if tell:
+            unheard = await asyncio.shield(far.tells.turn(older_than))
+            if unheard is not None:
+                flushed.skipped[f"{far.name}_unheard"] = 1
+                log.warning("the bucket has not heard of a flush yet, it is told later: %s", unheard)
             # Another node may have flushed at the same time, and the epoch risen by more than one.
             present = self._namespaces.get(namespace.id)
-            if tell and present is not None and present.epoch > older_than.epoch:
+            if present is not None and present.epoch > older_than.epoch:
                 older_than = present
-        # What was being written when the epoch rose may still be listed, under the old epoch: after it, not before.
-        if writing := through.under_way_in(namespace):
-            await asyncio.wait(writing)
-        return await lower.mover.load(lambda: lower.tier.reclaim(older_than))
+        await _ended(through, namespace)
+        gone, left = await asyncio.shield(far.sweeps.turn(older_than))
+        if left is not None:
+            flushed.skipped[f"{far.name}_unswept"] = 1
+        return gone
+
+    async def _sweep(self, namespace: Namespace, lower: Lower, through: WriteThrough) -> int:
+        """Take back the room of a snapshot's epoch and those before it in a local tier; how many blocks went."""
+        await _ended(through, namespace)
+        async with self._sweeping:
+            return await lower.mover.load(lambda: lower.tier.reclaim(replace(namespace, epoch=namespace.epoch + 1)))
 
     def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Moves of these blocks between tiers that have not ended."""
@@ -174,10 +194,7 @@ class Forgetting:
         return counts
 
 
-def _tell(tier: "S3Tier", namespace: Namespace) -> TierDown | None:
-    """Tell the bucket of a flush; the error, when it did not hear."""
-    try:
-        tier.flush(namespace)
-    except TierDown as error:
-        return error
-    return None
+async def _ended(through: WriteThrough, namespace: Namespace) -> None:
+    """What was being written when the epoch rose may still be listed, under the old epoch: sweep after it."""
+    if writing := through.under_way_in(namespace):
+        await asyncio.wait(writing)

@@ -117,18 +117,15 @@ class Queries:
 
     async def flush(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Forget a namespace's blocks. ``skipped.leased``: gone for lookups, but their room only comes back when
-        their readers let go (counted for the tier as a whole). ``skipped.s3_in_background``: the bucket is told, or its
-        objects deleted, behind this answer."""
+        their readers let go (counted for the tier as a whole). For the rest of ``skipped`` see ``Flushed``."""
         wanted = await self._bodies.read(request, Flush)
         namespace = find_namespace(self._store, wanted.namespace)
-        counts = await self._store.flush(namespace, wanted.tier)
+        flushed = await self._store.flush(namespace, wanted.tier)
         skipped = {}
-        if "host" in counts:
+        if "host" in flushed.dropped:
             skipped["leased"] = int(self._store.host.status().details["doomed_blocks"] or 0)
-        asked = self._store.tiers if wanted.tier is None else (wanted.tier,)
-        skipped |= {f"{tier}_in_background": 1 for tier in asked if tier not in counts}
-        done = {tier: {"dropped": blocks} for tier, blocks in counts.items()}
-        return reply(request, Done(namespace.id.hex(), None, done, skipped))
+        done = {tier: {"dropped": blocks} for tier, blocks in flushed.dropped.items()}
+        return reply(request, Done(namespace.id.hex(), None, done, skipped | flushed.skipped))
 
     async def events(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Server-sent events until the client, or the daemon, goes away."""

@@ -74,7 +74,8 @@ def namespaces_document(store: Store) -> list[dict[str, Any]]:
 
 def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
     details: dict[str, Any] = dict(status.details)
-    lower = next((lower for lower in store.below if lower.name == name), None)
+    through = next((through for through in store.through if through.lower.name == name), None)
+    lower = through.lower if through is not None else None
     if isinstance(lower, Distant):
         details |= lower.report()
     shown: dict[str, Any] = {
@@ -84,11 +85,12 @@ def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
         "blocks": status.blocks,
         "leased_blocks": details.pop("leased_blocks", 0),
         "reserved_blocks": details.pop("reserved_blocks", 0),
-        "in_flight_blocks": 0 if lower else store.promoter.coming,
+        "in_flight_blocks": through.blocks_under_way if through else store.promoter.coming,
         "in_flight_bytes": lower.mover.queue_bytes if lower else 0,
         "in_flight_bytes_max": lower.mover.queue_bytes_max if lower else 0,
         "counters": asdict(status.counters),
         "last_error": status.last_error,
+        "last_error_age_s": None if status.last_error_at is None else round(time.time() - status.last_error_at, 3),
         "bandwidth": _bandwidth(lower),
         "admission": lower.admission if lower else None,
         "flow": asdict(lower.flow) if lower else None,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from terracekv.daemon.below import DISK_BYTES_PER_S, Lower, places
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.events import Events
-from terracekv.daemon.forgetting import Forgetting
+from terracekv.daemon.forgetting import Flushed, Forgetting
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.pins import SHARE, Pins
 from terracekv.daemon.promotion import Arrived, Promoter
@@ -290,7 +290,7 @@ class Store:
         """See ``Forgetting.delete``."""
         return await self.forgetting.delete(namespace, ids)
 
-    async def flush(self, namespace: Namespace, tier: str | None = None) -> dict[str, int]:
+    async def flush(self, namespace: Namespace, tier: str | None = None) -> Flushed:
         """See ``Forgetting.flush``."""
         return await self.forgetting.flush(namespace, tier)
 

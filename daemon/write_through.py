@@ -5,6 +5,7 @@ event loop; writes go through the tier's mover and are bounded there. Imports ``
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import groupby
@@ -17,6 +18,8 @@ from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot, slot_bytes_for
 from terracekv.tiers.tier import Outcome
+
+log = logging.getLogger(__name__)
 
 ADMISSIONS = ("all", "second_touch", "on_evict")
 SEEN = 1 << 18
@@ -45,6 +48,8 @@ class WriteThrough:
         """Whether any write was dropped or failed yet."""
         self._under_way: dict[asyncio.Future[Outcome], tuple[bytes, bytes]] = {}
         """Namespace id and block id of each write that has not ended."""
+        self._too_large = set[bytes]()
+        """Namespaces of which a block is larger than the whole queue."""
 
     def committed(
         self, namespace: Namespace, ids: Sequence[bytes], durable: bool
@@ -67,6 +72,11 @@ class WriteThrough:
     def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Writes of these blocks that have not ended."""
         return [write for write, (_, id) in self._under_way.items() if id in ids]
+
+    @property
+    def blocks_under_way(self) -> int:
+        """Blocks whose writes have not ended."""
+        return len(self._under_way)
 
     def under_way_in(self, namespace: Namespace) -> "list[asyncio.Future[Outcome]]":
         """Writes of a namespace, whatever its epoch, that have not ended."""
@@ -107,6 +117,17 @@ class WriteThrough:
         self, namespace: Namespace, ids: Sequence[bytes], *, touch: bool = True
     ) -> "list[asyncio.Future[Outcome] | None]":
         size = slot_bytes_for(namespace.block_bytes)
+        if ids and size > self.lower.mover.queue_bytes_max and namespace.id not in self._too_large:
+            self._too_large.add(namespace.id)
+            log.warning(
+                "no block of %s (namespace %s) is written to %s: one takes %d bytes, and %s is %d. Raise it",
+                namespace.model,
+                namespace.id.hex()[:16],
+                self.lower.name,
+                size,
+                "s3.queue" if isinstance(self.lower, Distant) else "daemon.queue",
+                self.lower.mover.queue_bytes_max,
+            )
         if not self.lower.writable:
             self._dropped(ids, size)
             return [None] * len(ids)

@@ -84,6 +84,8 @@ class S3Stub:
         self.asked: Counter[str] = Counter()
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.at_once = self.at_once_max = 0
+        self.receiving = 0
+        """Requests with a large body that is still to come."""
         self.lock = threading.Lock()
         self.connections = set[socket.socket]()
         self.credentials = folder / "credentials"
@@ -203,6 +205,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         size = int(self.headers.get("Content-Length", 0))
         parts = []
+        large = size > 1 << 20
+        with self.server.stub.lock:
+            self.server.stub.receiving += large
         while size:
             part = self.rfile.read(min(size, 64 << 10))
             if not part:
@@ -211,6 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(len(part) / self.switches.bytes_per_s)
             size -= len(part)
             parts.append(part)
+        with self.server.stub.lock:
+            self.server.stub.receiving -= large
         return b"".join(parts)
 
     def _refused(self, bucket: str, number: int, at_once: int) -> bool:
@@ -291,7 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(412, "PreconditionFailed")
 
     def _list(self, query: dict[str, str]) -> None:
-        prefix, after = query.get("prefix", ""), query.get("continuation-token", "")
+        prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
         keys = sorted(key for key in list(self.server.stub.objects) if key.startswith(prefix) and key > after)
         page = keys[: min(100, int(query.get("max-keys", 1000)))]
         rows = "".join(

@@ -32,12 +32,13 @@ from botocore.exceptions import (
     ProfileNotFound,
 )
 
-from terracekv.tiers.errors import ConfigError
+from terracekv.tiers.errors import ConfigError, TierDown
 from terracekv.tiers.s3_errors import MISSING, Forbidden, NoBucket, Refused, Unreachable, error_of
 from terracekv.tiers.s3_settings import S3Settings
 
 PIECE_BYTES = 256 << 10
 """Sent between two looks at the clock."""
+CUT_OFF = "cut off, as the daemon stops"
 _FORBIDDEN_S = 60.0
 """A 403 on a name that may be missing is looked into once in so many seconds."""
 
@@ -57,13 +58,14 @@ class Object:
 class Body:
     """An object's bytes on their way. One thread's; only within ``Bucket.get``."""
 
-    def __init__(self, about: Object, stream: Any, deadline: float, timeout_s: float) -> None:
+    def __init__(self, about: Object, stream: Any, deadline: float, timeout_s: float, closed: threading.Event) -> None:
         self.about = about
         self.waited_s = 0.0
         """Time spent in reading, so without what the reader did in between."""
         self._stream = stream
         self._deadline = deadline
         self._timeout_s = timeout_s
+        self._closed = closed
         raw = getattr(stream, "_raw_stream", None)
         reader = getattr(raw, "_fp", None)
         # urllib3 and botocore would copy every byte twice more, under the interpreter lock.
@@ -72,10 +74,13 @@ class Body:
         self._raw: Any = raw
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view``, and never a byte beside it. Unreachable when the body ends before or the time is over."""
+        """Fill ``view``, and never a byte beside it. Unreachable when the body ends before or the time is over,
+        TierDown when the bucket is closed meanwhile."""
         started = time.monotonic()
         done = 0
         while done < len(view):
+            if self._closed.is_set():
+                raise TierDown(f"{self.about.key}: {CUT_OFF}")
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
                 raise Unreachable(f"{self.about.key}: not read in time")
@@ -116,7 +121,7 @@ class _Upload:
     """Buffers as one file of known length: what botocore takes as a body, without joining them. The buffers it hands
     out may be larger than asked for: whoever asks sends or hashes whatever it gets."""
 
-    def __init__(self, buffers: Sequence[memoryview | bytes], deadline: float) -> None:
+    def __init__(self, buffers: Sequence[memoryview | bytes], deadline: float, closed: threading.Event) -> None:
         self._pieces = [
             memoryview(buffer)[start : start + PIECE_BYTES]
             for buffer in buffers
@@ -124,7 +129,10 @@ class _Upload:
         ]
         self._length = sum(map(len, self._pieces))
         self._deadline = deadline
+        self._closed = closed
         self._next = 0
+        self.ended: TierDown | None = None
+        """Why we ended it ourselves: what the client makes of that says something else."""
 
     def __len__(self) -> int:
         return self._length
@@ -133,8 +141,12 @@ class _Upload:
         return True
 
     def read(self, size: int = -1) -> memoryview | bytes:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError("not sent in time")
+        if self._closed.is_set():
+            self.ended = TierDown(CUT_OFF)
+        elif time.monotonic() > self._deadline:
+            self.ended = Unreachable("not sent in time")
+        if self.ended is not None:
+            raise TimeoutError(self.ended.message)
         if self._next == len(self._pieces):
             return b""
         self._next += 1
@@ -160,6 +172,7 @@ class Bucket:
         self._call = threading.local()
         self._forbidden_until = float("-inf")
         self._warned = set[str]()
+        self._closed = threading.Event()
         self.generation = 0
         """Of the credentials; see ``refresh``."""
         self._client = self._connect()
@@ -173,7 +186,8 @@ class Bucket:
                 before.close()  # its idle connections; calls under way end on theirs
 
     def close(self) -> None:
-        """Close idle connections."""
+        """Close idle connections; calls under way end before their next piece is sent or read, none begins."""
+        self._closed.set()
         self._client.close()
 
     def head(self, key: str, deadline: float) -> Object | None:
@@ -188,7 +202,7 @@ class Bucket:
         if response is None:
             yield None
             return
-        body = Body(_about(key, response), response["Body"], deadline, self._timeout(deadline))
+        body = Body(_about(key, response), response["Body"], deadline, self._timeout(deadline), self._closed)
         try:
             yield body
         finally:
@@ -205,8 +219,13 @@ class Bucket:
 
     def put(self, key: str, buffers: Sequence[memoryview | bytes], deadline: float, **conditions: Any) -> None:
         """Store the buffers, one after the other. ``conditions``: ``IfNoneMatch``, ``IfMatch``; Raced when not met."""
-        body = _Upload(buffers, deadline)
-        self._ask("put_object", deadline, Key=key, Body=body, ContentLength=len(body), **conditions)
+        body = _Upload(buffers, deadline, self._closed)
+        try:
+            self._ask("put_object", deadline, Key=key, Body=body, ContentLength=len(body), **conditions)
+        except Unreachable as error:
+            if body.ended is None:
+                raise
+            raise type(body.ended)(f"{key}: {body.ended.message}") from error
 
     def delete(self, key: str, deadline: float) -> None:
         """No error when it is gone."""
@@ -228,9 +247,9 @@ class Bucket:
         )
         return copied is not None
 
-    def list(self, prefix: str, deadline_s: float) -> Iterator[Object]:
-        """All objects whose keys begin so, in order of keys; each page has ``deadline_s`` seconds."""
-        more: dict[str, Any] = {}
+    def list(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Object]:
+        """All objects whose keys begin so and come ``after`` a key, in order; each page has ``deadline_s`` seconds."""
+        more: dict[str, Any] = {"StartAfter": after} if after else {}
         while True:
             page = self._ask("list_objects_v2", time.monotonic() + deadline_s, Prefix=prefix, MaxKeys=1000, **more)
             now = _server_time(page)
@@ -310,6 +329,8 @@ class Bucket:
 
     def _ask(self, operation: str, deadline: float, *, missing: bool = False, **parameters: Any) -> Any:
         """One call; None for a 404 where one is expected."""
+        if self._closed.is_set():
+            raise TierDown(f"{operation}: {CUT_OFF}")
         if time.monotonic() >= deadline:
             raise Unreachable(f"{operation}: no time is left")
         self._call.deadline = deadline

@@ -231,6 +231,7 @@ class DiskTier:
             blocks=blocks,
             counters=self._ledger.counters(),
             last_error=self._ledger.last_error,
+            last_error_at=self._ledger.last_error_at,
             details={
                 **self._shelf.counts(),
                 "segment_bytes": self._shelf.segment_bytes,

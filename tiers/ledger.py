@@ -5,6 +5,7 @@ Owns both, under a lock of its own. Written by the parts of a tier from any thre
 
 import logging
 import threading
+import time
 from dataclasses import replace
 
 from terracekv.tiers.tier import Counters, Outcome
@@ -19,7 +20,18 @@ class Ledger:
         self._tier = tier
         self._lock = threading.Lock()
         self._counters = Counters()
-        self.last_error: str | None = None
+        self._last_error: str | None = None
+        self.last_error_at: float | None = None
+
+    @property
+    def last_error(self) -> str | None:
+        """What went wrong last; setting it notes the time."""
+        return self._last_error
+
+    @last_error.setter
+    def last_error(self, why: str) -> None:
+        self._last_error = why
+        self.last_error_at = time.time()
 
     def put(self, size: int) -> None:
         """A block of ``size`` bytes was stored."""

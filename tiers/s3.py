@@ -13,10 +13,11 @@ take turns, and what a slower question learned meanwhile is not noted over what 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from terracekv.tiers.breaker import NotTried, State
-from terracekv.tiers.bucket import Bucket
+from terracekv.tiers.bucket import Bucket, Object
 from terracekv.tiers.caller import Caller
 from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.coder import Coder, Stored
@@ -33,6 +34,8 @@ from terracekv.tiers.tier import Outcome, TierStatus
 
 MARKER = b"TerraceKV keeps blocks of KV cache here. This object is written and read back at every start.\n"
 TRIAL_S = 3.0
+PAGE_KEYS = 1000
+"""Objects that a sweep lists at a time."""
 QUARANTINE_S = 24 * 3600.0
 """A damaged object is taken as absent for so long in this process, unless a put replaces it before."""
 
@@ -176,18 +179,24 @@ class S3Tier:
 
     def reclaim(self, namespace: Namespace) -> int:
         """After a flush: delete the objects of older epochs; the number deleted. A listing: may take minutes."""
+        return self.sweep(namespace)[0]
+
+    def sweep(self, namespace: Namespace) -> tuple[int, TierDown | None]:
+        """As ``reclaim``, with the error that ended it, if one did: what is left is gone for lookups all the same."""
         gone = 0
+        ended: TierDown | None = None
         root = self.settings.root
         try:
-            for found in self._bucket.list(f"{root}{namespace.id.hex()}/", self.settings.timeout_s):
+            for found in self._listed(f"{root}{namespace.id.hex()}/"):
                 place = place_of(root, found.key)
-                if place is not None and place.epoch < namespace.epoch and not self._closing.is_set():
+                if place is not None and place.epoch < namespace.epoch:
                     self._delete(found.key)
                     gone += 1
         except TierDown as error:
             self._failed(error)
+            ended = error
         self._ledger.left("flush", gone)
-        return gone
+        return gone, ended
 
     def redate(self, namespace: Namespace, chain: Sequence[bytes]) -> int:
         """A chain was read: begin the lifetime of those of its objects anew that are past half of it, head first, as
@@ -206,6 +215,7 @@ class S3Tier:
             blocks=self._scout.presence.count(),
             counters=self._ledger.counters(),
             last_error=self.breaker.reason or self._ledger.last_error,
+            last_error_at=self._ledger.last_error_at if up else None,
             details={
                 "breaker": str(self.breaker.state),
                 "breaker_opened": self.breaker.times_opened,
@@ -230,13 +240,13 @@ class S3Tier:
         self._scout.check()
 
     def close(self) -> None:
-        """See ``Tier.close``. Calls under way end by their deadlines."""
+        """See ``Tier.close``. Calls under way are cut off at their next piece; an answer is waited for as usual."""
         self._closing.set()
+        self._bucket.close()
+        self.breaker.trip(TierDown("the tier is closed"))
         self.breaker.opened.set()
         self._scout.close()
         self._recovery.join()
-        self.breaker.trip(TierDown("the tier is closed"))
-        self._bucket.close()
 
     def _key(self, namespace: Namespace, id: bytes) -> str:
         return key_of(self.settings.root, namespace.id, namespace.epoch, id)
@@ -271,6 +281,19 @@ class S3Tier:
                 self.chooser.decoded(size, decoding_s)
             self._scout.note_age(namespace, id, body.about.age_s)
             return True
+
+    def _listed(self, prefix: str) -> Iterator[Object]:
+        """All objects whose keys begin so, page by page through the caller, as any other call. TierDown."""
+        limit_s, page = self.settings.timeout_s, list[Object]()
+
+        def next_page() -> list[Object]:
+            rest = self._bucket.list(prefix, limit_s, after=page[-1].key if page else "")
+            return list(islice(rest, PAGE_KEYS))
+
+        while page := self._caller.call(next_page, time.monotonic() + limit_s):
+            yield from page
+            if len(page) < PAGE_KEYS:
+                return
 
     def _delete(self, key: str) -> None:
         deadline = time.monotonic() + self.settings.timeout_s

@@ -4,6 +4,7 @@ Owns nothing; called by one thread, beside running daemons or without any. Each 
 ``timeout_s``; TierDown when it fails. Imports ``bucket``, ``errors``, ``s3_record`` and ``s3_errors``.
 """
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,6 +50,21 @@ def ls(bucket: Bucket, timeout_s: float = 30.0, namespace_id: bytes | None = Non
             yield Stored(about, place)
 
 
+def begun_by(bucket: Bucket, digits: str, timeout_s: float = 30.0) -> list[bytes]:
+    """Ids of namespaces that begin with these hex digits, two at most: whether one is meant is all that matters."""
+    ids: list[bytes] = []
+    root, after = bucket.settings.root, ""
+    while len(ids) < 2:
+        found = next(bucket.list(f"{root}{digits}", timeout_s, after=after), None)
+        if found is None:
+            break
+        name = found.key[len(root) :].partition("/")[0]
+        if re.fullmatch("[0-9a-f]{64}", name):
+            ids.append(bytes.fromhex(name))
+        after = f"{root}{name}0"  # after all keys that go on with a slash
+    return ids
+
+
 def stat(bucket: Bucket, timeout_s: float = 30.0) -> list[Space]:
     """What each epoch of each namespace takes."""
     spaces: dict[tuple[bytes, int], Space] = {}
@@ -90,12 +106,14 @@ def verify(
             yield stored, None
 
 
-def gc(bucket: Bucket, ttl_s: float, timeout_s: float = 30.0, dry: bool = False) -> tuple[int, int]:
-    """Delete blocks older than ``ttl_s`` (0: however old) and those of flushed epochs: ``(blocks, bytes)``.
-    ``dry`` only counts."""
+def gc(
+    bucket: Bucket, ttl_s: float, timeout_s: float = 30.0, dry: bool = False, namespace_id: bytes | None = None
+) -> tuple[int, int]:
+    """Delete blocks older than ``ttl_s`` (0: however old) and those of flushed epochs, of one namespace or of all:
+    ``(blocks, bytes)``. ``dry`` only counts."""
     epochs: dict[bytes, int] = {}
     blocks = size = 0
-    for stored in ls(bucket, timeout_s):
+    for stored in ls(bucket, timeout_s, namespace_id):
         id = stored.place.namespace_id
         if id not in epochs:
             epochs[id] = _epoch(bucket, id, timeout_s)

@@ -16,6 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
+from terracekv.daemon.forgetting import Flushed
 from terracekv.tests.model.books import MODELS, Books, Model, Seen, check_bytes, check_lookups, look, present
 from terracekv.tests.model.engines import Commit, Engine, Writer, commit, join
 from terracekv.tests.model.world import Killed, Media, World
@@ -69,7 +70,7 @@ class Machine(RuleBasedStateMachine):
         self.ghosts: list[Writer] = []
         self.past: list[tuple[Slot, bytes]] = []
         self.commits: list[Commit] = []
-        self.flushes: list[tuple[asyncio.Task[dict[str, int]], Namespace, str | None]] = []
+        self.flushes: list[tuple[asyncio.Task[Flushed], Namespace, str | None]] = []
         self.deletions: list[tuple[asyncio.Task[dict[str, int]], set[bytes], set[bytes]]] = []
         """With the blocks, and those that were being stored at the time: they may come after it."""
         self.errands: list[tuple[asyncio.Task[Any], Namespace | None, list[bytes]]] = []
@@ -170,8 +171,8 @@ class Machine(RuleBasedStateMachine):
             assert now is not None and (tier is not None or now.epoch > before.epoch)
         for deletion in [deletion for deletion in self.deletions if deletion[0].done()]:
             self.deletions.remove(deletion)
-            task, ids, stored_beside = deletion
-            task.result()
+            deleting, ids, stored_beside = deletion
+            deleting.result()
             self.excused |= ids
             if not self.world.disk.rebuilding:
                 self.books.forgotten |= ids - stored_beside

@@ -1,11 +1,12 @@
 """Listing, checking and sweeping a bucket."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 
 from terracekv.tests.blocks import name, put, registered
-from terracekv.tests.s3_stub import S3Stub
+from terracekv.tests.s3_stub import Kept, S3Stub
 from terracekv.tests.s3_tiers import Node, Nodes
 from terracekv.tiers import s3_audit
 from terracekv.tiers.bucket import Bucket
@@ -83,3 +84,24 @@ def test_sweeping_takes_what_is_old_or_flushed_and_nothing_else(a: Node, stub: S
     assert stub.blocks() == sorted(a.key(index) for index in range(11, 14))
     assert s3_audit.gc(bucket, 0) == (0, 0)
     assert "kv/terracekv.probe" in stub.objects
+
+
+def test_a_namespace_is_found_by_a_unique_prefix_of_its_id(a: Node, stub: S3Stub, bucket: Bucket) -> None:
+    for id in ("ab" * 32, "ab" * 31 + "ac", "cd" * 32):
+        for key in (f"{id}/epoch", f"{id}/0/00/{'00' * 32}.0"):
+            stub.objects[bucket.settings.root + key] = Kept(b"0", datetime.now(UTC))
+    stub.objects[bucket.settings.root + "abab.txt"] = Kept(b"none of ours", datetime.now(UTC))
+    assert s3_audit.begun_by(bucket, "cdcdcdcd") == [bytes.fromhex("cd" * 32)]
+    assert len(s3_audit.begun_by(bucket, "abababab")) == 2
+    assert s3_audit.begun_by(bucket, "ab" * 31 + "ac") == [bytes.fromhex("ab" * 31 + "ac")]
+    assert s3_audit.begun_by(bucket, "00000000") == []
+
+
+def test_a_sweep_of_one_namespace_leaves_the_others(a: Node, stub: S3Stub, bucket: Bucket) -> None:
+    other = registered(a.namespaces, 2)
+    put(a.tier, a.now, name(1))
+    put(a.tier, other, name(2))
+    for key in stub.blocks():
+        stub.age(key, 100)
+    assert s3_audit.gc(bucket, 10, namespace_id=other.id)[0] == 1
+    assert [key for key in stub.blocks() if a.now.id.hex() in key] == stub.blocks() != []

@@ -1,6 +1,7 @@
 """Daemons as processes, each with folders of its own, over one bucket."""
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -177,6 +178,65 @@ def test_a_bucket_that_can_never_be_used_ends_the_start(daemon: Opened, change: 
     assert a.wait() == 1 and says in a.tail()
 
 
+@pytest.mark.parametrize("level", ["debug", "info"])
+def test_no_log_level_brings_credentials_or_signatures_into_the_log(
+    daemon: Opened, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {"AWS_ACCESS_KEY_ID": "the-key", "AWS_SECRET_ACCESS_KEY": "the-secret", "AWS_SESSION_TOKEN": "the-token"}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    a = daemon("a", daemon__log_level=level)
+    with a.client() as client:
+        keys = client.chain(1, 4)
+        assert client.put(keys, durable=True).durable == 4
+    assert a.term() == 0
+    log = a.log.read_text()
+    assert "ready after" in log and " DEBUG botocore" not in log and " DEBUG urllib3" not in log
+    for secret in (*secrets.values(), "x-amz-security-token", "Signature=", "StringToSign"):
+        assert secret not in log
+
+
+def command(of: Daemon, *arguments: str) -> tuple[int, Any]:
+    """Exit status and JSON of ``terracekv`` with a daemon's settings."""
+    flags = [f"--set={key}={value}" for key, value in of.settings.items()]
+    code = "import sys; from terracekv.daemon.cli import main; sys.argv[0] = 'terracekv'; main()"
+    run = [sys.executable, "-c", code, *arguments, "--json", *flags]
+    out = subprocess.run(run, capture_output=True, text=True, timeout=60, cwd=of.state)
+    return out.returncode, json.loads(out.stdout)
+
+
+def trials(of: Daemon) -> dict[str, str]:
+    """What the doctor says of the daemon's tiers."""
+    findings = command(of, "doctor")[1]
+    return {
+        each["what"]: each["state"] for each in findings if each["what"].endswith(" tier") and each["state"] != "warn"
+    }
+
+
+@pytest.mark.parametrize("admission", ["all", "second_touch"])
+def test_the_doctor_is_not_content_with_a_block_of_another_tier(daemon: Opened, admission: str) -> None:
+    a = daemon("a", disk__enabled="true", disk__admission=admission)
+    assert trials(a) == {"host tier": "ok", "disk tier": "ok", "s3 tier": "ok"}
+    resource.prlimit(a.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))  # no file may be written beyond a byte
+    assert trials(a) == {"host tier": "ok", "disk tier": "fail", "s3 tier": "ok"}
+    resource.prlimit(a.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert trials(a)["disk tier"] == "ok"
+
+
+def test_the_doctor_notices_a_disk_that_cannot_be_read(daemon: Opened) -> None:
+    a = daemon("a", disk__enabled="true", failpoints="segment.read=errno:EIO")
+    assert trials(a) == {"host tier": "ok", "disk tier": "fail", "s3 tier": "ok"}
+
+
+def test_the_doctor_tries_the_disk_while_the_bucket_is_down(daemon: Opened, stub: S3Stub) -> None:
+    a = daemon("a", disk__enabled="true", disk__admission="second_touch")
+    with a.client() as client:
+        stub.go()
+        until(lambda: client.lookup(client.chain(1, 1)).reason and s3_of(a)["mode"] == "down", "the breaker opens")
+    assert {"host tier": "ok", "disk tier": "ok"}.items() <= trials(a).items()
+    stub.come_back()
+
+
 def test_the_command_line_looks_into_the_bucket(daemon: Opened, stub: S3Stub) -> None:
     a = daemon("a")
     with a.client() as client:
@@ -184,12 +244,7 @@ def test_the_command_line_looks_into_the_bucket(daemon: Opened, stub: S3Stub) ->
         client.put(keys, durable=True)
 
     def run(*arguments: str) -> tuple[int, Any]:
-        flags = [f"--set={key}={value}" for key, value in a.settings.items()]
-        command = [sys.executable, "-m", "terracekv.daemon.cli", *arguments, "--json", *flags]
-        code = "import sys; from terracekv.daemon.cli import main; sys.argv[0] = 'terracekv'; main()"
-        command[1:3] = ["-c", code]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=a.state)
-        return out.returncode, json.loads(out.stdout)
+        return command(a, *arguments)
 
     rows = run("s3", "ls")[1]
     assert {row["key"] for row in rows} == {key.hex() for key in keys} and {row["shard"] for row in rows} == {0}
@@ -205,6 +260,10 @@ def test_the_command_line_looks_into_the_bucket(daemon: Opened, stub: S3Stub) ->
     assert status == 1 and checked["good"] == 3 and len(checked["damaged"]) == 1
     ask(a, "POST", "/v1/flush", {"namespace": space["namespace_id"], "tier": "host"})
     assert run("s3", "gc", "--dry-run")[1]["blocks"] == 0
+    for name in (space["namespace_id"], space["namespace_id"][:8].upper(), space["namespace_id"][:12], "m"):
+        assert len(run("s3", "ls", "-n", name)[1]) == 4
+        assert run("s3", "verify", "-n", name)[1]["good"] == 3
+        assert run("s3", "gc", "--dry-run", "-n", name)[1]["blocks"] == 0
     status, findings = run("doctor")
     states = {(finding["what"], finding["state"]) for finding in findings}
     assert {("s3", "ok"), ("s3 tier", "ok")} <= states, findings

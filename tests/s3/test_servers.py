@@ -248,6 +248,18 @@ def test_after_close_nothing_is_asked_and_nothing_hangs(nodes: Nodes, stub: S3St
         assert stub.asked.total() == before
 
 
+def test_an_error_has_an_age_once_it_is_over(a: Node, stub: S3Stub) -> None:
+    assert (a.tier.status().last_error, a.tier.status().last_error_at) == (None, None)
+    stub.go()
+    assert put(a.tier, a.now, name(1)) is Outcome.FAILED
+    until(lambda: put(a.tier, a.now, name(1)) is Outcome.FAILED and a.tier.status().mode == "down", "it is down")
+    assert a.tier.status().last_error and a.tier.status().last_error_at is None, "it is so now"
+    stub.come_back()
+    until(lambda: a.tier.status().mode == "up", "it comes back")
+    status = a.tier.status()
+    assert status.last_error and status.last_error_at is not None and 0 <= time.time() - status.last_error_at < 60
+
+
 @pytest.mark.fault(123)
 def test_a_slow_link_is_measured(nodes: Nodes, stub: S3Stub) -> None:
     with nodes(block_bytes=100_000, codec="off") as a:

@@ -126,7 +126,8 @@ def test_a_flush_on_one_node_is_a_flush_on_the_other(cluster: Cluster, disk: boo
             await loaded(b, *CHAIN)
             await b.idle()
             old = b.namespace
-            counts = await a.store.flush(a.namespace)
+            flushed = await a.store.flush(a.namespace)
+            counts = flushed.dropped
             assert counts["host"] == 8 and counts["s3"] == 8 and c.stub.blocks() == []
             found = await b.store.find(b.namespace, [*KEYS, key(77)], 5.0)  # asks, and learns of the epoch
             assert b.namespace.epoch == a.namespace.epoch > old.epoch and found.blocks == 0
@@ -147,9 +148,11 @@ def test_a_flush_while_the_bucket_is_down_holds_here_and_is_told_later(cluster: 
             await a.put(*CHAIN)
             await a.idle()
             c.stub.go()
-            counts = await a.store.flush(a.namespace)
+            flushed = await a.store.flush(a.namespace)
+            counts = flushed.dropped
             assert counts["host"] == 8 and a.store.lookup(a.namespace, KEYS).blocks == 0
             assert a.far.tier.status().details["unheard_flushes"] == 1
+            assert flushed.skipped == {"s3_unheard": 1, "s3_unswept": 1} and counts["s3"] == 0
             c.stub.come_back()
             await come(lambda: a.far.tier.breaker.state is State.CLOSED, "the breaker closes", RETURN_S)
             await a.store.find(a.namespace, KEYS, 5.0)
