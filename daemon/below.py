@@ -102,7 +102,7 @@ def places(
                 if above:  # what is here in a row may in part be had from above
                     hidden = (at for at in range(1, count) if any(upper.has(namespace, rest[at]) for upper in above))
                     count = next(hidden, count)
-                found += [lower] * count
+                found += [None if id in coming else lower for id in rest[:count]]
                 break
         else:
             break
