@@ -202,6 +202,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         type(self).steps_done += 1
+        assert not self.world.surprises, self.world.surprises
         self.settle()
         self.world.media.asleep = True
         world, books = self.world, self.books

@@ -105,12 +105,13 @@ class StoreMachine(EngineRules):
         ),
         model=model_of,
         chain=chain_of,
+        start=st.sampled_from([0, 0, 1, 2]),
         length=length_of,
     )
     @mortal
-    def somebody_asks(self, what: str, model: Model, chain: int, length: int) -> None:
+    def somebody_asks(self, what: str, model: Model, chain: int, start: int, length: int) -> None:
         world, store = self.world, self.world.store
-        namespace, ids = self.target(model, chain, length)
+        namespace, ids = self.target(model, chain, length, start)
         if what.startswith("pin"):
             ttl_s = -1 if what == "pin briefly" else 1_000
             self.errands.append((world.task(store.pins.pin(namespace, ids, ttl_s)), None, ids))

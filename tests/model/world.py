@@ -140,6 +140,9 @@ class World:
         )
         self.set_codec(codec)
         self.loop = asyncio.new_event_loop()
+        self.surprises: list[str] = []
+        """What was raised where nobody waits for it."""
+        self.loop.set_exception_handler(self._surprised)
         self._patch = pytest.MonkeyPatch()
         self.media = Media(self._patch)
         self.meanwhile: Callable[[], None] = lambda: None
@@ -159,6 +162,10 @@ class World:
         # The module's own names are replaced, not what is behind them: nobody else is killed or made to wait.
         self._patch.setattr(failpoint, "os", SimpleNamespace(kill=die, getpid=os.getpid))
         self._patch.setattr(failpoint, "time", SimpleNamespace(sleep=lambda seconds: self.meanwhile()))
+
+    def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), Killed):
+            self.surprises.append(repr(context))
 
     def open(self) -> None:
         """Begin a life."""
