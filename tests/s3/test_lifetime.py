@@ -112,7 +112,7 @@ def test_chains_that_are_read_are_dated_anew_before_half_their_life_is_over(node
         for id in ids:
             put(a.tier, a.now, id)
         for index in range(4):
-            stub.age(a.key(index), 499 if index == 3 else 600)
+            stub.age(a.key(index), 450 if index == 3 else 600)
         before = stub.asked.total()
         assert a.tier.redate(a.now, ids) == 0, "it stored them itself, so it takes them to be young"
         assert stub.asked.total() == before
