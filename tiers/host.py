@@ -34,7 +34,7 @@ class HostTier:
         self._arena = arena
         self._table = table
         self._namespaces = namespaces
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._spaces: dict[int, Space] = {}
         self._leases: dict[int, int] = {}
         self._writing: dict[int, int] = {}
@@ -54,8 +54,7 @@ class HostTier:
             if not self._table.intact(record) or self._table.state(record) is State.DOOMED:
                 self._table.free(record)
             elif self._table.state(record) is State.WRITING:
-                session = self._table.writer(record)
-                if session == DAEMON:
+                if (session := self._table.writer(record)) == DAEMON:
                     self._table.free(record)
                 else:
                     self._writing[record] = session
@@ -108,8 +107,7 @@ class HostTier:
                 if id in space.order:
                     result.append(Outcome.PRESENT)
                     continue
-                slot = self._table.take(space.slot_bytes, session)
-                if slot is None:
+                if (slot := self._table.take(space.slot_bytes, session)) is None:
                     result.append(Outcome.FULL)
                     continue
                 self._writing[slot.record] = session
@@ -124,21 +122,12 @@ class HostTier:
         PRESENT when another session was quicker with the same block: its slot is freed, the block is readable.
         ``namespace`` is the snapshot of now; of an epoch that was flushed since ``reserve``, use ``abort``.
         """
-        outcomes = []
         with self._lock:
-            space = self._space(namespace, namespace.block_bytes)
-            for id, slot, digest in reversed(written):
-                assert self._writing.pop(slot.record, None) is not None, "commit of a slot that is not being written"
-                if id in space.order:
-                    self._table.free(slot.record)
-                    outcomes.append(Outcome.PRESENT)
-                    continue
-                self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
-                space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
-                self.counters.puts += 1
-                self.counters.put_bytes += namespace.block_bytes
-                outcomes.append(Outcome.STORED)
-        return outcomes[::-1]
+            try:
+                return [self._seal(namespace, *each) for each in reversed(written)][::-1]
+            except BaseException:
+                self.abort([slot for _, slot, _ in written])  # those that were not sealed
+                raise
 
     def touch(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
         """A chain was used as a whole: its tail goes before its head."""
@@ -191,8 +180,7 @@ class HostTier:
                 space.order.touch(ids, self._tick)
             slots: list[Slot | None] = []
             for id in ids:
-                place = space.order.get(id)
-                if place is None:
+                if (place := space.order.get(id)) is None:
                     slots.append(None)
                     continue
                 record = place * RECORD_BYTES
@@ -342,12 +330,24 @@ class HostTier:
             space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
         return space
 
+    def _seal(self, namespace: Namespace, id: bytes, slot: Slot, digest: int) -> Outcome:
+        assert slot.record in self._writing, "commit of a slot that is not being written"
+        space = self._space(namespace, namespace.block_bytes)
+        if present := id in space.order:
+            self._table.free(slot.record)
+        else:
+            self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
+            space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
+            self.counters.puts += 1
+            self.counters.put_bytes += namespace.block_bytes
+        del self._writing[slot.record]
+        return Outcome.PRESENT if present else Outcome.STORED
+
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
         spared, spared_max, in_use = 0, len(self._leases) + 8, set[int]()
         while self._table.free_slots(space.slot_bytes) < wanted:
-            oldest = oldest_of(self._spaces.values())
-            if oldest is None or spared > spared_max:
+            if (oldest := oldest_of(self._spaces.values())) is None or spared > spared_max:
                 return
             victim, id, place = oldest
             record = place * RECORD_BYTES

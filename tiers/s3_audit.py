@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from terracekv.tiers.bucket import Bucket, Object
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.s3_errors import Unreachable
-from terracekv.tiers.s3_record import Place, header, payload, place_of
+from terracekv.tiers.s3_record import Place, epoch_key, epoch_of, header, payload, place_of
 
 PAYLOAD_BYTES_MAX = 4 << 30
 """A header that promises more is not believed."""
@@ -110,6 +110,5 @@ def gc(bucket: Bucket, ttl_s: float, timeout_s: float = 30.0, dry: bool = False)
 
 def _epoch(bucket: Bucket, namespace_id: bytes, timeout_s: float) -> int:
     """A namespace's epoch; 0, with which nothing is waste, when its object is absent or damaged."""
-    key = f"{bucket.settings.root}{namespace_id.hex()}/epoch"
-    found = bucket.read(key, 32, time.monotonic() + timeout_s)
-    return int(found[0]) if found is not None and found[0].isdigit() else 0
+    found = bucket.read(epoch_key(bucket.settings.root, namespace_id), 32, time.monotonic() + timeout_s)
+    return (epoch_of(found[0]) or 0) if found is not None else 0

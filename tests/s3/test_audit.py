@@ -1,12 +1,13 @@
 """Listing, checking and sweeping a bucket."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 
 from terracekv.tests.blocks import name, put, registered
-from terracekv.tests.s3_stub import S3Stub
-from terracekv.tests.s3_tiers import Node, Nodes
+from terracekv.tests.s3_stub import Kept, S3Stub
+from terracekv.tests.s3_tiers import DAMAGED_EPOCHS, Node, Nodes
 from terracekv.tiers import s3_audit
 from terracekv.tiers.bucket import Bucket
 
@@ -68,6 +69,16 @@ def test_verifying_reads_every_block_and_names_the_damaged_ones(a: Node, stub: S
     wrong = {stored.place.id: why for stored, why in s3_audit.verify(bucket) if why is not None}
     assert wrong.keys() == {name(0), name(1), name(2)}
     assert "less than a header" in wrong[name(0)] and "another block" in wrong[name(1)]
+
+
+@pytest.mark.parametrize("content", DAMAGED_EPOCHS, ids=repr)
+def test_by_an_epoch_that_no_daemon_believes_nothing_is_swept(
+    a: Node, stub: S3Stub, bucket: Bucket, content: bytes
+) -> None:
+    fill(a, 3)
+    stub.objects[a.key_of_epoch] = Kept(content, datetime.now(UTC))
+    assert s3_audit.gc(bucket, 0) == s3_audit.gc(bucket, 3600) == (0, 0)
+    assert len(stub.blocks()) == 3 and [space.current for space in s3_audit.stat(bucket)] == [True]
 
 
 def test_sweeping_takes_what_is_old_or_flushed_and_nothing_else(a: Node, stub: S3Stub, bucket: Bucket) -> None:
