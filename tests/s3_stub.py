@@ -59,6 +59,8 @@ class Switches:
     """Speed of the link in both directions; 0 for as fast as may be."""
     delay_s: float = 0.0
     """Before each answer: the way there and back."""
+    strange: bytes | None = None
+    """What is sent instead of any answer, as it is; the connection is closed after it."""
 
 
 @dataclass
@@ -194,7 +196,10 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(self.switches.delay_s)
             while self.switches.stall:
                 time.sleep(0.01)
-            if not self._refused(bucket, number, at_once):
+            if self.switches.strange is not None:
+                self.close_connection = True
+                self.wfile.write(self.switches.strange)
+            elif not self._refused(bucket, number, at_once):
                 self._answer(bucket, key, dict(urllib.parse.parse_qsl(query, keep_blank_values=True)), body)
         finally:
             with stub.lock:

@@ -21,11 +21,11 @@ from terracekv.tiers.caller import Caller
 from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.coder import Coder, Stored
 from terracekv.tiers.epochs import Epochs
-from terracekv.tiers.errors import ConfigError, Damaged, TerraceError, TierDown, TierFull
+from terracekv.tiers.errors import ConfigError, Damaged, TerraceError, TierDown
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.presence import PresenceCache
-from terracekv.tiers.s3_errors import Forbidden, NoBucket, Refused
+from terracekv.tiers.s3_errors import Forbidden, Full, NoBucket, Refused
 from terracekv.tiers.s3_record import header, key_of, pack, payload, place_of
 from terracekv.tiers.s3_settings import S3Settings
 from terracekv.tiers.scout import Scout
@@ -114,7 +114,7 @@ class S3Tier:
                 if not self._namespaces.is_current(namespace):
                     return Outcome.STALE
                 self._scout.presence.note(namespace.stamp, id, True, self.settings.present_ttl_s)
-        except TierFull as full:
+        except Full as full:
             self._ledger.last_error = full.message
             return Outcome.FULL
         except TierDown as error:
@@ -286,7 +286,9 @@ class S3Tier:
         bucket = self._bucket
         key = f"{self.settings.root}terracekv.probe"
         if self._probed:
-            bucket.read(key, len(MARKER) + 1, deadline)
+            found = bucket.read(key, len(MARKER), deadline)
+            if found is not None and not found[0].startswith(MARKER[:9]):  # the rest is the writer's version's own
+                raise self._changed()
             return
         if bucket.found(deadline) is False:
             if not self.settings.create_bucket:
@@ -297,14 +299,19 @@ class S3Tier:
         except Forbidden as error:
             self.read_only = True
             bucket.warn_once(f"s3: nothing will be stored: {error}")
+        except Full as error:
+            self._ledger.failed(error)  # room may come; what is there can be read
         found = bucket.read(key, 2 * len(MARKER), deadline)
         if found is not None and found[0] != MARKER:
-            raise ConfigError(
-                f"what was written to bucket {self.settings.bucket} comes back changed",
-                "the service or a proxy in between alters bodies; nothing is stored there",
-            )
+            raise self._changed()
         bucket.head(f"{self.settings.root}terracekv.absent", deadline)
         self._probed = True
+
+    def _changed(self) -> ConfigError:
+        return ConfigError(
+            f"what was written to bucket {self.settings.bucket} comes back changed",
+            "the service or a proxy in between alters bodies; nothing is stored there",
+        )
 
     def _recover(self) -> None:
         """The recovery thread: while the breaker is open it alone calls the bucket."""

@@ -1,14 +1,16 @@
 """Looks at a bucket from outside: what is in it, is it whole, what is of no use any more. For the command line.
 
 Owns nothing; called by one thread, beside running daemons or without any. Each call of the server has
-``timeout_s``; TierDown when it fails. Imports ``bucket``, ``errors``, ``s3_record`` and ``s3_errors``.
+``timeout_s``; TierDown when it fails. Imports ``body``, ``bucket``, ``errors``,
+``s3_record`` and ``s3_errors``.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from terracekv.tiers.bucket import Bucket, Object
+from terracekv.tiers.body import Object
+from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.s3_errors import Unreachable
 from terracekv.tiers.s3_record import Place, epoch_key, epoch_of, header, payload, place_of

@@ -1,6 +1,6 @@
 """How a block lies in a bucket: the name of its object, and the record that is the object's body.
 
-Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``bucket``, ``codec_id``,
+Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``body``, ``codec_id``,
 ``coder``, ``errors``, ``namespace``, ``segment`` and ``tier``.
 """
 
@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from terracekv.tiers.block import BLOCK_ID_BYTES, KEY_BYTES, block_id, shard_of
-from terracekv.tiers.bucket import Body
+from terracekv.tiers.body import Body
 from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.coder import restore
 from terracekv.tiers.errors import Damaged
