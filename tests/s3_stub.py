@@ -42,6 +42,10 @@ class Switches:
     """Access keys whose time is over."""
     unknown: set[str] = field(default_factory=set)
     """Access keys that the server does not know."""
+    skewed: bool = False
+    """Refuse requests because of the date in their signature."""
+    forbid_all: bool = False
+    """Know who asks, and allow nothing."""
     stall: bool = False
     """Take requests and never answer them, until switched off."""
     stall_body: bool = False
@@ -233,6 +237,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(400, "ExpiredToken")
         if access_key in switches.unknown or not access_key:
             return self._error(403, "InvalidAccessKeyId")
+        if switches.skewed:
+            return self._error(403, "RequestTimeTooSkewed")
+        if switches.forbid_all:
+            return self._error(403, "AccessDenied")
         if switches.slow_down and number % max(1, round(1 / switches.slow_down)) == 0:
             return self._error(503, "SlowDown")
         if switches.slow_above and at_once > switches.slow_above:

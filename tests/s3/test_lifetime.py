@@ -110,6 +110,16 @@ def test_a_damaged_epoch_is_not_guessed_at(a: Node, nodes: Nodes, stub: S3Stub) 
             assert b.now.epoch == 1, "what is not believed is not taken over"
 
 
+def test_what_is_wrong_again_and_again_is_logged_once_and_counted_always(
+    a: Node, stub: S3Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.objects[a.key_of_epoch] = Kept(b"one", datetime.now(UTC))
+    for index in range(20):
+        assert put(a.tier, a.now, name(index)) is Outcome.FAILED
+    assert a.tier.status().counters.io_errors == 20
+    assert len([record for record in caplog.records if "epoch is damaged" in record.getMessage()]) == 1
+
+
 @pytest.mark.parametrize("there", [0, 7, 10**6, EPOCH_BELIEVED_MAX - 1, EPOCH_BELIEVED_MAX])
 def test_whatever_epoch_is_believed_can_be_flushed_or_says_that_it_is_the_last(
     a: Node, nodes: Nodes, stub: S3Stub, there: int
