@@ -88,7 +88,9 @@ class Bucket:
     ``time.monotonic``."""
 
     def __init__(self, settings: S3Settings) -> None:
-        """Makes the client, before any thread needs it; connects to nobody yet. ConfigError for an unknown profile."""
+        """Makes the client, before any thread needs it; connects to nobody yet. ConfigError for an unknown profile,
+        and for files that cannot be read or mean nothing."""
+        settings.require_files()
         self.settings = settings
         self._lock = threading.Lock()
         self._call = threading.local()
@@ -99,10 +101,15 @@ class Bucket:
         self._client = self._connect()
 
     def refresh(self, seen: int) -> None:
-        """Read the credentials anew from wherever they come, unless another thread has done so since ``seen``."""
+        """Read the credentials anew from wherever they come, unless another thread has done so since ``seen``. Refused
+        when they cannot be read, as while somebody writes them."""
         with self._lock:
             if self.generation == seen:
-                before, self._client = self._client, self._connect()
+                try:
+                    fresh = self._connect()
+                except ConfigError as error:
+                    raise Refused(error.message, error.hint) from error
+                before, self._client = self._client, fresh
                 self.generation += 1
                 before.close()  # its idle connections; calls under way end on theirs
 
@@ -181,13 +188,15 @@ class Bucket:
             more = {"ContinuationToken": after}
 
     def found(self, deadline: float) -> bool | None:
-        """Whether the bucket is there; None when we may not know."""
+        """Whether the bucket is there; None when we may not know. Refused, or Expired, when it is who we are."""
         try:
             self._ask("head_bucket", deadline)
         except NoBucket:
             return False
         except (Forbidden, Refused):
-            return None
+            # The answer to a HEAD has no body that would say why; that to a GET has.
+            with self.get(f"{self.settings.root}terracekv.probe", deadline, Range="bytes=0-0") as body:
+                return None if body is None else True
         return True
 
     def create(self, deadline: float) -> None:
@@ -235,7 +244,11 @@ class Bucket:
                 verify=settings.ca_bundle or True,
             )
         except ProfileNotFound as error:
-            raise ConfigError(f"s3 credentials: {error}", "name a profile of the credentials file") from error
+            raise ConfigError(f"s3.profile: {error}", "name a profile of the credentials file") from error
+        except (BotoCoreError, ValueError, OSError) as error:
+            raise ConfigError(
+                plain(f"no S3 client can be made: {error}"), "see [s3] of the settings, and the files that boto3 reads"
+            ) from error
         client.meta.events.register_last("request-created.s3", self._created)
         return client
 

@@ -33,6 +33,7 @@ from terracekv.tiers.tier import Outcome, TierStatus
 
 MARKER = b"TerraceKV keeps blocks of KV cache here. This object is written and read back at every start.\n"
 TRIAL_S = 3.0
+_CLOSED = TierDown("the tier is closed")
 QUARANTINE_S = 24 * 3600.0
 """A damaged object is taken as absent for so long in this process, unless a put replaces it before."""
 
@@ -45,7 +46,7 @@ class S3Tier:
     name = "s3"
 
     def __init__(self, settings: S3Settings, *, namespaces: Namespaces, presence: PresenceCache | None = None) -> None:
-        """Connects to nobody; ``probe`` does. ConfigError for a profile that does not exist."""
+        """Connects to nobody, and is down until ``probe`` has; see ``Bucket`` for ConfigError."""
         self.settings = settings
         self._namespaces = namespaces
         self._bucket = Bucket(settings)
@@ -67,15 +68,14 @@ class S3Tier:
         """Write and read an object, once at start. False when the bucket cannot be reached: it is tried again by
         itself. ConfigError when it never can be used so: no such bucket, credentials refused, bodies come back changed.
         """
-        try:
-            self._examine(time.monotonic() + timeout_s)
-        except (Refused, NoBucket) as error:
+        error = self._caller.trial(lambda: self._examine(time.monotonic() + timeout_s))
+        if isinstance(error, (ConfigError, Refused, NoBucket)):
             raise ConfigError(error.message, error.hint) from error
-        except TierDown as error:
+        if error is not None:
             self._ledger.failed(error)
-            self.breaker.trip(error)
-            return False
-        return True
+        if self._closing.is_set():
+            self.breaker.trip(_CLOSED)
+        return error is None
 
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``: by what is remembered, without asking anybody; none while the bucket is down."""
@@ -235,7 +235,7 @@ class S3Tier:
         self.breaker.opened.set()
         self._scout.close()
         self._recovery.join()
-        self.breaker.trip(TierDown("the tier is closed"))
+        self.breaker.trip(_CLOSED)
         self._bucket.close()
 
     def _key(self, namespace: Namespace, id: bytes) -> str:
