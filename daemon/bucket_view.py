@@ -14,7 +14,7 @@ from terracekv.daemon.config_s3 import S3, settings_of
 from terracekv.tiers import s3_audit
 from terracekv.tiers.block import KEY_BYTES, shard_of
 from terracekv.tiers.bucket import Bucket
-from terracekv.tiers.errors import BadRequest, ConfigError, NotFound
+from terracekv.tiers.errors import BadRequest, ConfigError, NotFound, TierDown
 from terracekv.tiers.namespace import Namespace, Namespaces
 
 PREFIX_DIGITS, ID_DIGITS = 8, 64
@@ -71,9 +71,18 @@ def spaces(bucket: Bucket) -> list[dict[str, Any]]:
 
 
 def verified(bucket: Bucket, namespace_id: bytes | None) -> Iterator[dict[str, Any]]:
-    """Every block, read and checked; ``problem`` is null when it is whole."""
-    for stored, problem in s3_audit.verify(bucket, namespace_id=namespace_id):
-        yield _row(stored) | {"bytes": stored.about.size, "problem": problem}
+    """Every block, read and checked; ``problem`` is null when it is whole. TierDown when one cannot be read: that is
+    the link's fault or the server's, and says nothing of the blocks."""
+    whole = damaged = 0
+    try:
+        for stored, problem in s3_audit.verify(bucket, namespace_id=namespace_id):
+            whole, damaged = whole + (problem is None), damaged + (problem is not None)
+            yield _row(stored) | {"bytes": stored.about.size, "problem": problem}
+    except TierDown as error:
+        raise TierDown(
+            f"not all blocks could be read; until then {whole:,} were whole, {damaged:,} damaged: {error.message}",
+            error.hint or "try again when the server answers",
+        ) from error
 
 
 def swept(bucket: Bucket, namespace_id: bytes | None, ttl_s: float, dry: bool) -> dict[str, Any]:

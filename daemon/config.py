@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from terracekv.daemon import bounds
-from terracekv.daemon.config_s3 import S3, Count, SizeOrAuto, check_endpoint, settings_of
+from terracekv.daemon.config_s3 import S3, Count, SizeOrAuto, check_s3
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
 from terracekv.tiers.errors import ConfigError
@@ -374,6 +374,4 @@ def _check(config: Config) -> None:
         bounds.check_disk(config.disk.size, config.disk.segment)
     if config.s3.queue == 0:
         raise ConfigError("s3.queue cannot be 0", "set a size, or leave it auto")
-    check_endpoint(config.s3.endpoint)
-    if config.s3.enabled:
-        settings_of(config.s3)
+    check_s3(config.s3)

@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from terracekv.tiers.errors import ConfigError
-from terracekv.tiers.s3_settings import S3Settings
+from terracekv.tiers.s3_settings import TTL_S_MAX, S3Settings, require_endpoint
 
 Count = Annotated[int, Meta(ge=1, le=256)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
-Lifetime = Annotated[float, Meta(ge=0, description="seconds")]
-Rate = Annotated[float, Meta(ge=0)]
+Lifetime = Annotated[float, Meta(ge=0, le=TTL_S_MAX, description="seconds")]
+Rate = Annotated[float, Meta(ge=0, le=1e9)]
 SizeOrAuto = Annotated[int | None, Meta(description="bytes, None for auto")]
 
 
@@ -45,15 +45,12 @@ class S3(Struct, frozen=True, forbid_unknown_fields=True):
     prefill_tokens_per_s: Rate = 0.0
 
 
-def check_endpoint(endpoint: str) -> None:
-    """ConfigError for a URL with a user or password in it: settings are printed, logged and served by the doors."""
-    host = endpoint.partition("://")[2].partition("/")[0]
-    if "@" in host:
-        shown = endpoint.replace(host.rpartition("@")[0], "...")
-        raise ConfigError(
-            f"s3.endpoint {shown} has a user or password in it",
-            "leave it out: credentials come from s3.credentials_file, s3.profile or the environment",
-        )
+def check_s3(s3: S3) -> None:
+    """ConfigError for settings that can never work. The endpoint is looked at even while s3 is off: it is shown."""
+    if s3.endpoint:
+        require_endpoint(s3.endpoint)
+    if s3.enabled:
+        settings_of(s3)
 
 
 def settings_of(s3: S3) -> S3Settings:

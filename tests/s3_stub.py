@@ -42,6 +42,10 @@ class Switches:
     """Access keys whose time is over."""
     unknown: set[str] = field(default_factory=set)
     """Access keys that the server does not know."""
+    skewed: bool = False
+    """Refuse requests because of the date in their signature."""
+    forbid_all: bool = False
+    """Know who asks, and allow nothing."""
     stall: bool = False
     """Take requests and never answer them, until switched off."""
     stall_body: bool = False
@@ -59,6 +63,8 @@ class Switches:
     """Speed of the link in both directions; 0 for as fast as may be."""
     delay_s: float = 0.0
     """Before each answer: the way there and back."""
+    strange: bytes | None = None
+    """What is sent instead of any answer, as it is; the connection is closed after it."""
 
 
 @dataclass
@@ -196,7 +202,10 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(self.switches.delay_s)
             while self.switches.stall:
                 time.sleep(0.01)
-            if not self._refused(bucket, number, at_once):
+            if self.switches.strange is not None:
+                self.close_connection = True
+                self.wfile.write(self.switches.strange)
+            elif not self._refused(bucket, number, at_once):
                 self._answer(bucket, key, dict(urllib.parse.parse_qsl(query, keep_blank_values=True)), body)
         finally:
             with stub.lock:
@@ -235,6 +244,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(400, "ExpiredToken")
         if access_key in switches.unknown or not access_key:
             return self._error(403, "InvalidAccessKeyId")
+        if switches.skewed:
+            return self._error(403, "RequestTimeTooSkewed")
+        if switches.forbid_all:
+            return self._error(403, "AccessDenied")
         if switches.slow_down and number % max(1, round(1 / switches.slow_down)) == 0:
             return self._error(503, "SlowDown")
         if switches.slow_above and at_once > switches.slow_above:

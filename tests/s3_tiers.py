@@ -13,10 +13,12 @@ from terracekv.tests.blocks import BLOCK_BYTES, name, registered
 from terracekv.tests.s3_stub import BUCKET
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.s3 import S3Tier
-from terracekv.tiers.s3_record import key_of
+from terracekv.tiers.s3_record import EPOCH_BELIEVED_MAX, epoch_key, key_of
 from terracekv.tiers.s3_settings import S3Settings
 
 PATIENCE_S = 20.0
+DAMAGED_EPOCHS = [b"", b"one", b"-1", b"+1", b"1.0", b"1 ", b"\xc2\xb2", b"20261129222826", b"9" * 32]
+DAMAGED_EPOCHS += [b"%d" % epoch for epoch in (EPOCH_BELIEVED_MAX + 1, 2**32 - 1, 2**32, 2**64)]
 Nodes = Callable[..., AbstractContextManager["Node"]]
 """Opens a node: of a label, with settings that differ from the usual."""
 
@@ -40,6 +42,11 @@ class Node:
     def key(self, index: int) -> str:
         """The name of the object of a numbered block."""
         return key_of(self.tier.settings.root, self.now.id, self.now.epoch, name(index))
+
+    @property
+    def key_of_epoch(self) -> str:
+        """The name of the object of the namespace's epoch."""
+        return epoch_key(self.tier.settings.root, self.now.id)
 
     def flush(self) -> Namespace:
         """As the daemon does it."""

@@ -16,8 +16,32 @@ def state_of(breaker: Breaker) -> State:
     return breaker.state
 
 
+def closed(breaker: Breaker) -> Breaker:
+    """After a first trial that went well."""
+    breaker.begin_trial()
+    breaker.end_trial(None)
+    return breaker
+
+
+def test_until_a_first_trial_it_refuses_and_nobody_else_is_told_to_try() -> None:
+    breaker = Breaker()
+    with pytest.raises(NotTried, match="not answered yet"):
+        breaker.check()
+    assert state_of(breaker) is State.OPEN and not breaker.opened.is_set()
+    assert state_of(closed(breaker)) is State.CLOSED and breaker.times_opened == 0
+    breaker.check()
+
+
+def test_a_first_trial_that_fails_is_an_opening() -> None:
+    breaker = Breaker()
+    breaker.begin_trial()
+    breaker.end_trial(WHY)
+    assert state_of(breaker) is State.OPEN and breaker.opened.is_set() and breaker.times_opened == 1
+    assert breaker.reason == "no answer" and breaker.pause_s == 0.5
+
+
 def test_it_opens_after_failures_in_a_row_and_refuses_at_once() -> None:
-    breaker = Breaker(failures_max=3)
+    breaker = closed(Breaker(failures_max=3))
     for _ in range(2):
         breaker.failed(WHY)
     breaker.worked()
@@ -33,7 +57,7 @@ def test_it_opens_after_failures_in_a_row_and_refuses_at_once() -> None:
 
 
 def test_only_a_trial_closes_it_and_calls_are_refused_meanwhile() -> None:
-    breaker = Breaker()
+    breaker = closed(Breaker())
     breaker.trip(WHY)
     breaker.worked()
     assert state_of(breaker) is State.OPEN
@@ -47,7 +71,7 @@ def test_only_a_trial_closes_it_and_calls_are_refused_meanwhile() -> None:
 
 
 def test_trials_that_fail_become_rarer_up_to_a_limit_and_start_anew() -> None:
-    breaker = Breaker(pause_s_min=0.5, pause_s_max=4.0)
+    breaker = closed(Breaker(pause_s_min=0.5, pause_s_max=4.0))
     breaker.trip(WHY)
     pauses = []
     for _ in range(6):

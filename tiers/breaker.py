@@ -12,6 +12,8 @@ from enum import StrEnum
 
 from terracekv.tiers.errors import TierDown
 
+UNTRIED = "it has not answered yet"
+
 
 class NotTried(TierDown):
     """The breaker is open: the call was not made."""
@@ -26,8 +28,9 @@ class State(StrEnum):
 
 
 class Breaker:
-    """Opens after ``failures_max`` failures in a row. Only a trial closes it again, and trials are made by whoever
-    waits on ``opened``: no caller ever pays for one. Seconds everywhere."""
+    """Open until a first trial has succeeded: nothing is known of a server that nobody has asked. Opens again after
+    ``failures_max`` failures in a row. Only a trial closes it, and trials after the first are made by whoever waits on
+    ``opened``: no caller ever pays for one. Seconds everywhere."""
 
     def __init__(self, failures_max: int = 3, pause_s_min: float = 0.5, pause_s_max: float = 4.0) -> None:
         self._failures_max = failures_max
@@ -35,10 +38,11 @@ class Breaker:
         self._pause_s_max = pause_s_max
         self._lock = threading.Lock()
         self._failures = 0
-        self.state = State.CLOSED
-        self.reason: str | None = None
+        self.state = State.OPEN
+        self.reason: str | None = UNTRIED
         """Why it is not closed."""
         self.opened = threading.Event()
+        """A call or trial has failed, and no trial has succeeded since."""
         self.pause_s = pause_s_min
         """Time to the next trial."""
         self.times_opened = 0
@@ -88,7 +92,11 @@ class Breaker:
             else:
                 self.state = State.OPEN
                 self.reason = str(why)
-                self.pause_s = min(2 * self.pause_s, self._pause_s_max)
+                if self.opened.is_set():
+                    self.pause_s = min(2 * self.pause_s, self._pause_s_max)
+                else:
+                    self.times_opened += 1
+                    self.opened.set()
 
     def _open(self, why: str) -> None:
         if self.state is State.CLOSED:

@@ -1,22 +1,21 @@
 """One bucket of an S3-compatible service, one attempt at a time. The only boto3 and botocore imports.
 
 Owns the client. Called by the s3 tier and its helpers from any thread; whoever retries, and when, is ``caller``.
-Imports ``errors``, ``s3_errors`` and ``s3_settings``.
+Imports ``body``, ``errors``, ``s3_errors`` and ``s3_settings``.
 
 What boto3 would do by default and why it is switched off: its checksums and trailers (other services reject them, or
 store the framing as data), its own retries (they know no deadline), ``Expect: 100-continue`` (a round trip more), and
 reading a body through three buffers.
 """
 
-import http.client
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
 import boto3
@@ -32,89 +31,19 @@ from botocore.exceptions import (
     ProfileNotFound,
 )
 
+from terracekv.tiers.body import CUT_OFF, PIECE_BYTES, Body, Object
 from terracekv.tiers.errors import ConfigError, TierDown
-from terracekv.tiers.s3_errors import MISSING, Forbidden, NoBucket, Refused, Unreachable, error_of
+from terracekv.tiers.s3_errors import MISSING, Forbidden, NoBucket, Refused, Unreachable, answer_of, error_of, plain
 from terracekv.tiers.s3_settings import S3Settings
 
-PIECE_BYTES = 256 << 10
-"""Sent between two looks at the clock."""
-CUT_OFF = "cut off, as the daemon stops"
+REQUESTS_MAX = 4
+"""Of one call: botocore follows redirects, and each to the next without end."""
 _FORBIDDEN_S = 60.0
 """A 403 on a name that may be missing is looked into once in so many seconds."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Object:
-    """What a server says of an object. ``age_s`` is by the server's own clock."""
-
-    key: str
-    size: int
-    age_s: float
-    etag: str = ""
-
-
-class Body:
-    """An object's bytes on their way. One thread's; only within ``Bucket.get``."""
-
-    def __init__(self, about: Object, stream: Any, deadline: float, timeout_s: float, closed: threading.Event) -> None:
-        self.about = about
-        self.waited_s = 0.0
-        """Time spent in reading, so without what the reader did in between."""
-        self._stream = stream
-        self._deadline = deadline
-        self._timeout_s = timeout_s
-        self._closed = closed
-        raw = getattr(stream, "_raw_stream", None)
-        reader = getattr(raw, "_fp", None)
-        # urllib3 and botocore would copy every byte twice more, under the interpreter lock.
-        straight = isinstance(reader, http.client.HTTPResponse) and not reader.chunked and reader.length is not None
-        self._http: Any = reader if straight else None
-        self._raw: Any = raw
-
-    def read_into(self, view: memoryview) -> None:
-        """Fill ``view``, and never a byte beside it. Unreachable when the body ends before or the time is over,
-        TierDown when the bucket is closed meanwhile."""
-        started = time.monotonic()
-        done = 0
-        while done < len(view):
-            if self._closed.is_set():
-                raise TierDown(f"{self.about.key}: {CUT_OFF}")
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0:
-                raise Unreachable(f"{self.about.key}: not read in time")
-            if left_s < self._timeout_s:
-                self._stream.set_socket_timeout(left_s)
-            count = self._receive(view[done:])
-            if not count:
-                raise Unreachable(f"{self.about.key}: the body ends before its length")
-            done += count
-        self.waited_s += time.monotonic() - started
-
-    def _receive(self, view: memoryview) -> int:
-        reader = self._http
-        try:
-            if reader is None:
-                part = self._stream.read(min(len(view), PIECE_BYTES))
-                view[: len(part)] = part
-                return len(part)
-            if not reader.length:
-                return 0
-            # One recv at most: a server that trickles cannot keep us past the deadline.
-            count = int(reader.fp.readinto1(view[: reader.length]))
-            reader.length -= count
-            return count
-        except (OSError, BotoCoreError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.about.key}: {error}") from error
-
-    def finish(self) -> None:
-        """Give the connection back for reuse when all was read, else end it."""
-        if self._http is not None and self._http.length == 0:
-            self._http.close()
-            self._raw.release_conn()
-        else:
-            self._stream.close()
+# It would log a traceback for each answer whose headers it cannot read; what comes of that we say ourselves.
+logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
 
 
 class _Upload:
@@ -166,7 +95,9 @@ class Bucket:
     ``time.monotonic``."""
 
     def __init__(self, settings: S3Settings) -> None:
-        """Makes the client, before any thread needs it; connects to nobody yet. ConfigError for an unknown profile."""
+        """Makes the client, before any thread needs it; connects to nobody yet. ConfigError for an unknown profile,
+        and for files that cannot be read or mean nothing."""
+        settings.require_files()
         self.settings = settings
         self._lock = threading.Lock()
         self._call = threading.local()
@@ -178,10 +109,15 @@ class Bucket:
         self._client = self._connect()
 
     def refresh(self, seen: int) -> None:
-        """Read the credentials anew from wherever they come, unless another thread has done so since ``seen``."""
+        """Read the credentials anew from wherever they come, unless another thread has done so since ``seen``. Refused
+        when they cannot be read, as while somebody writes them."""
         with self._lock:
             if self.generation == seen:
-                before, self._client = self._client, self._connect()
+                try:
+                    fresh = self._connect()
+                except ConfigError as error:
+                    raise Refused(error.message, error.hint) from error
+                before, self._client = self._client, fresh
                 self.generation += 1
                 before.close()  # its idle connections; calls under way end on theirs
 
@@ -192,21 +128,26 @@ class Bucket:
 
     def head(self, key: str, deadline: float) -> Object | None:
         """None when there is no such object, or we may not know."""
-        response = self._ask("head_object", deadline, missing=True, Key=key)
-        return None if response is None else _about(key, response)
+        about: Object | None = self._ask("head_object", deadline, partial(_about, key), missing=True, Key=key)
+        return about
 
     @contextmanager
-    def get(self, key: str, deadline: float) -> Iterator[Body | None]:
-        """The object's body, None when there is no such object."""
-        response = self._ask("get_object", deadline, missing=True, Key=key)
-        if response is None:
-            yield None
-            return
-        body = Body(_about(key, response), response["Body"], deadline, self._timeout(deadline), self._closed)
+    def get(self, key: str, deadline: float, **more: Any) -> Iterator[Body | None]:
+        """The object's body, None when there is no such object. ``more``: ``Range``."""
+
+        def begun(response: Any) -> Body:
+            try:
+                return Body(_about(key, response), response["Body"], deadline, self._timeout(deadline), self._closed)
+            except BaseException:
+                response["Body"].close()
+                raise
+
+        body: Body | None = self._ask("get_object", deadline, begun, missing=True, Key=key, **more)
         try:
             yield body
         finally:
-            body.finish()
+            if body is not None:
+                body.finish()
 
     def read(self, key: str, size_max: int, deadline: float) -> tuple[bytes, Object] | None:
         """A small object, whole or its first ``size_max`` bytes."""
@@ -251,23 +192,25 @@ class Bucket:
         """All objects whose keys begin so and come ``after`` a key, in order; each page has ``deadline_s`` seconds."""
         more: dict[str, Any] = {"StartAfter": after} if after else {}
         while True:
-            page = self._ask("list_objects_v2", time.monotonic() + deadline_s, Prefix=prefix, MaxKeys=1000, **more)
-            now = _server_time(page)
-            for row in page.get("Contents", ()):
-                age_s = (now - row["LastModified"]).total_seconds()
-                yield Object(row["Key"], int(row["Size"]), age_s, row.get("ETag", ""))
-            if not page.get("IsTruncated"):
+            deadline = time.monotonic() + deadline_s
+            rows, after = self._ask("list_objects_v2", deadline, _page, Prefix=prefix, MaxKeys=1000, **more)
+            yield from rows
+            if after is None:
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            if more.get("ContinuationToken") == after:
+                raise Unreachable(f"list_objects_v2: the list does not go on after {plain(after)}")
+            more = {"ContinuationToken": after}
 
     def found(self, deadline: float) -> bool | None:
-        """Whether the bucket is there; None when we may not know."""
+        """Whether the bucket is there; None when we may not know. Refused, or Expired, when it is who we are."""
         try:
             self._ask("head_bucket", deadline)
         except NoBucket:
             return False
         except (Forbidden, Refused):
-            return None
+            # The answer to a HEAD has no body that would say why; that to a GET has.
+            with self.get(f"{self.settings.root}terracekv.probe", deadline, Range="bytes=0-0") as body:
+                return None if body is None else True
         return True
 
     def create(self, deadline: float) -> None:
@@ -315,50 +258,74 @@ class Bucket:
                 verify=settings.ca_bundle or True,
             )
         except ProfileNotFound as error:
-            raise ConfigError(f"s3 credentials: {error}", "name a profile of the credentials file") from error
+            raise ConfigError(f"s3.profile: {error}", "name a profile of the credentials file") from error
+        except (BotoCoreError, ValueError, OSError) as error:
+            raise ConfigError(
+                plain(f"no S3 client can be made: {error}"), "see [s3] of the settings, and the files that boto3 reads"
+            ) from error
         client.meta.events.register_last("request-created.s3", self._created)
         return client
 
     def _created(self, request: Any, **_: Any) -> None:
         """Runs in the calling thread, between signing and sending."""
+        self._call.requests += 1
+        if self._call.requests > REQUESTS_MAX:
+            raise Unreachable("the server sends every request elsewhere", "is s3.endpoint an S3 service?")
         del request.headers["Expect"]  # no error when it is absent
         request.context["read_timeout"] = self._timeout(self._call.deadline)
 
     def _timeout(self, deadline: float) -> float:
         return max(0.01, min(self.settings.read_timeout_s, deadline - time.monotonic()))
 
-    def _ask(self, operation: str, deadline: float, *, missing: bool = False, **parameters: Any) -> Any:
-        """One call; None for a 404 where one is expected."""
-        if self._closed.is_set():
-            raise TierDown(f"{operation}: {CUT_OFF}")
-        if time.monotonic() >= deadline:
-            raise Unreachable(f"{operation}: no time is left")
-        self._call.deadline = deadline
-        try:
-            return getattr(self._client, operation)(Bucket=self.settings.bucket, **parameters)
-        except ClientError as error:
-            code = str(error.response.get("Error", {}).get("Code", ""))
-            status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            if operation == "head_object" and status in (400, 403):
-                # The answer to a HEAD has no body that would say why.
-                return self._forbidden(parameters["Key"], deadline)
-            if missing and (code in MISSING or (code == "AccessDenied" and operation != "delete_object")):
-                if code == "AccessDenied":
-                    self._warn_of_forbidden()
-                return None
-            message = str(error.response.get("Error", {}).get("Message", ""))
-            raise error_of(operation, code, status, message) from error
-        except (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, NoAuthTokenError) as error:
-            raise Refused(f"s3 credentials: {error}", "set a profile, or what boto3 looks for") from error
-        except (BotoCoreError, OSError) as error:
-            raise Unreachable(f"{operation}: {error}") from error
+    def _ask(
+        self,
+        operation: str,
+        deadline: float,
+        taken: Callable[[Any], Any] = lambda response: response,
+        *,
+        missing: bool = False,
+        **parameters: Any,
+    ) -> Any:
+        """One call: what ``taken`` makes of its answer, None for a 404 where one is expected. TierDown."""
+        with answer_of(operation):
+            if self._closed.is_set():
+                raise TierDown(f"{operation}: {CUT_OFF}")
+            if time.monotonic() >= deadline:
+                raise Unreachable(f"{operation}: no time is left")
+            self._call.deadline, self._call.requests = deadline, 0
+            try:
+                return taken(getattr(self._client, operation)(Bucket=self.settings.bucket, **parameters))
+            except ClientError as error:
+                return self._refusal(error, operation, deadline, missing, parameters)
+            except (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, NoAuthTokenError) as error:
+                raise Refused(plain(f"s3 credentials: {error}"), "set a profile, or what boto3 looks for") from error
+            except BotoCoreError as error:
+                raise Unreachable(plain(f"{operation}: {error}")) from error
+
+    def _refusal(
+        self, error: ClientError, operation: str, deadline: float, missing: bool, parameters: dict[str, Any]
+    ) -> None:
+        """What an answer means that is no success; None where it may be a missing object."""
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        if operation == "head_object" and status in (400, 403):
+            # The answer to a HEAD has no body that would say why.
+            return self._forbidden(parameters["Key"], deadline)
+        if missing and (code in MISSING or (code == "AccessDenied" and operation != "delete_object")):
+            if code == "AccessDenied":
+                self._warn_of_forbidden()
+            return
+        message = str(error.response.get("Error", {}).get("Message", ""))
+        raise error_of(operation, code, status, message) from error
 
     def _forbidden(self, key: str, deadline: float) -> None:
         """A HEAD was answered 403 (or 400): the object is missing and we may not list, or our credentials are no good.
         A ranged GET tells, as its error has a body; asked once in a while, and a miss in between."""
         if time.monotonic() < self._forbidden_until:
             return
-        if self._ask("get_object", deadline, missing=True, Key=key, Range="bytes=0-0") is None:
+        with self.get(key, deadline, Range="bytes=0-0") as body:
+            missing = body is None
+        if missing:
             self._forbidden_until = time.monotonic() + _FORBIDDEN_S
 
     def _warn_of_forbidden(self) -> None:
@@ -369,9 +336,22 @@ class Bucket:
 
 
 def _about(key: str, response: Any) -> Object:
+    size = int(response.get("ContentLength", -1))
+    if size < 0:
+        raise Unreachable(f"{key}: an answer without a length", "is s3.endpoint an S3 service?")
     modified = response.get("LastModified")
     age_s = max(0.0, (_server_time(response) - modified).total_seconds()) if modified else 0.0
-    return Object(key, int(response.get("ContentLength", -1)), age_s, response.get("ETag", ""))
+    return Object(key, size, age_s, response.get("ETag", ""))
+
+
+def _page(response: Any) -> tuple[list[Object], str | None]:
+    """What a page of a list has, and what the next one is asked for with."""
+    now = _server_time(response)
+    rows = [
+        Object(row["Key"], int(row["Size"]), (now - row["LastModified"]).total_seconds(), row.get("ETag", ""))
+        for row in response.get("Contents", ())
+    ]
+    return rows, response["NextContinuationToken"] if response.get("IsTruncated") else None
 
 
 def _server_time(response: Any) -> datetime:
@@ -379,5 +359,5 @@ def _server_time(response: Any) -> datetime:
     stated = response["ResponseMetadata"]["HTTPHeaders"].get("date")
     try:
         return parsedate_to_datetime(stated).astimezone(UTC)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return datetime.now(UTC)

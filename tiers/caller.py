@@ -58,7 +58,7 @@ class Caller:
                     self._refused = True
                     self.breaker.trip(error)
                     raise
-                self.bucket.refresh(generation)
+                self._refresh(generation)
                 refreshed = True
             except (Refused, NoBucket) as error:
                 self._refused = isinstance(error, Refused)
@@ -76,10 +76,18 @@ class Caller:
                 return answer
             self.retries += 1
 
-    def trial(self, work: Callable[[], None]) -> None:
-        """One attempt while the breaker is open; its outcome closes the breaker or keeps it open."""
+    def _refresh(self, generation: int) -> None:
+        try:
+            self.bucket.refresh(generation)
+        except Refused as error:
+            self._refused = True
+            self.breaker.trip(error)
+            raise
+
+    def trial(self, work: Callable[[], None]) -> TerraceError | None:
+        """One attempt while the breaker is open; its outcome closes the breaker or keeps it open. The error."""
         self.breaker.begin_trial()
-        why: Exception | None = TierDown("the trial was broken off")
+        why: TerraceError | None = TierDown("the trial was broken off")
         try:
             if self._refused:
                 self.bucket.refresh(self.bucket.generation)
@@ -90,3 +98,4 @@ class Caller:
             why = error
         finally:
             self.breaker.end_trial(why)
+        return why

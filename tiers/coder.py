@@ -51,7 +51,10 @@ def restore(record: Record, read: Callable[[memoryview], None], into: memoryview
     if not known(record.codec):
         raise Damaged(f"{about} is of codec {record.codec}, which this version does not know")
     running = RunningChecksum()
-    decode(Codec(record.codec), read, record.stored_bytes, into, running.add)
+    try:
+        decode(Codec(record.codec), read, record.stored_bytes, into, running.add)
+    except Damaged as damage:
+        raise Damaged(f"{about}: {damage.message}") from damage
     if running.value != record.checksum:
         raise Damaged(f"{about} has other bytes than were stored")
 

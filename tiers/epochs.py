@@ -1,7 +1,7 @@
 """The epoch of a namespace as all nodes of a bucket see it: one small object beside the namespace's blocks.
 
 Owns when each namespace was last compared, and which flushes the bucket has not heard of. Called by the s3 tier from
-worker threads. Imports ``caller``, ``errors``, ``namespace`` and ``s3_errors``.
+worker threads. Imports ``caller``, ``errors``, ``namespace``, ``s3_errors`` and ``s3_record``.
 
 Epochs only grow, here and in the bucket, and whoever sees a higher one takes it over. So nodes agree without talking,
 a node that was away learns of a flush before it reads or writes, and a flush that the bucket misses is made up for.
@@ -14,9 +14,11 @@ from terracekv.tiers.caller import Caller
 from terracekv.tiers.errors import TierDown
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.s3_errors import NotOffered, Raced
+from terracekv.tiers.s3_record import EPOCH_BELIEVED_MAX, epoch_key, epoch_of
 
 _RACES_MAX = 8
 _SIZE_MAX = 32
+_MEND = "write the namespace's epoch there, or remove it and flush"
 
 
 class Epochs:
@@ -39,7 +41,7 @@ class Epochs:
 
     def key(self, id: bytes) -> str:
         """Where a namespace's epoch is kept."""
-        return f"{self._caller.bucket.settings.root}{id.hex()}/epoch"
+        return epoch_key(self._caller.bucket.settings.root, id)
 
     def current(self, namespace: Namespace, deadline: float) -> bool:
         """Whether a snapshot is still that of now, as the bucket has it: asked for when last asked ``epoch_ttl_s`` ago.
@@ -83,6 +85,8 @@ class Epochs:
             there, etag, _ = self._read(id, deadline)
             # Another node that flushed at the same time may have stored blocks under its new epoch already.
             wanted = max(self._epoch(id), there + 1)
+            if wanted > EPOCH_BELIEVED_MAX:
+                raise TierDown(f"{self.key(id)} stands at {there}, the last that there is", _MEND)
             if self._write(id, wanted, etag, deadline):
                 self._took(id, wanted)
                 with self._lock:
@@ -110,10 +114,10 @@ class Epochs:
         if found is None:
             return 0, "", False
         content, about = found
-        if not content.isdigit() or int(content) >= 2**32:
+        if (epoch := epoch_of(content)) is None:
             # Not to be guessed at: a lower one would bring back what was flushed.
-            raise TierDown(f"{self.key(id)} is damaged", "write the namespace's epoch there, or remove it and flush")
-        return int(content), about.etag, 0 < self._ttl_s < 2 * about.age_s
+            raise TierDown(f"{self.key(id)} is damaged", _MEND)
+        return epoch, about.etag, 0 < self._ttl_s < 2 * about.age_s
 
     def _write(self, id: bytes, epoch: int, etag: str, deadline: float) -> bool:
         """Replace exactly what was read; False when somebody was quicker."""

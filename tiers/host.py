@@ -34,8 +34,7 @@ class HostTier(SlotTier):
             if not self._table.intact(record) or self._table.state(record) is State.DOOMED:
                 self._table.free(record)
             elif self._table.state(record) is State.WRITING:
-                session = self._table.writer(record)
-                if session == DAEMON:
+                if (session := self._table.writer(record)) == DAEMON:
                     self._table.free(record)
                 else:
                     self._writing[record] = session

@@ -12,6 +12,10 @@ from terracekv.tiers.tier import Counters, Outcome
 
 log = logging.getLogger(__name__)
 
+REPEATED_S = 60.0
+"""The same words are logged once in so many seconds; all are counted."""
+SAID_MAX = 64
+
 
 class Ledger:
     """Thread-safe ``Counters`` with the message of what went wrong last."""
@@ -22,6 +26,8 @@ class Ledger:
         self._counters = Counters()
         self._last_error: str | None = None
         self.last_error_at: float | None = None
+        self._said: dict[str, float] = {}
+        """What was logged of late, and when."""
 
     @property
     def last_error(self) -> str | None:
@@ -65,10 +71,17 @@ class Ledger:
     def failed(self, error: Exception) -> None:
         """The medium raised an error."""
         # Its text only: whoever keeps the record would keep the frames of its traceback, and the sockets in them.
-        log.warning("%s tier: %s", self._tier, str(error))
+        text, now = str(error), time.monotonic()
         with self._lock:
             self._counters.io_errors += 1
-            self.last_error = str(error)
+            self.last_error = text
+            new = now - self._said.get(text, float("-inf")) >= REPEATED_S
+            if new:
+                if len(self._said) >= SAID_MAX:
+                    self._said.clear()
+                self._said[text] = now
+        if new:
+            log.warning("%s tier: %s", self._tier, text)
 
     def counters(self) -> Counters:
         """A copy."""

@@ -21,6 +21,7 @@ _KEY = struct.Struct("<Q24xH")
 _STAMP_FACTOR = 0x9E3779B97F4A7C15
 _SHARD_FACTOR = 0xC2B2AE3D27D4EB4F
 _MASK64 = (1 << 64) - 1
+_FOREVER_S = 2**32 - 1
 _WAYS = 32
 """Slots in which a mark may stand. With few, neighbours would push each other out long before the table is full, and
 one block lost ends the leading run of its chain."""
@@ -79,7 +80,7 @@ class PresenceTable:
             self._count += int(present) - self._present[slot]
             self._marks[slot] = mark
             self._present[slot] = present
-            self._ends[slot] = min(self._now() + max(1, round(ttl_s)), 2**32 - 1)
+            self._ends[slot] = min(self._now() + max(1, round(min(ttl_s, _FOREVER_S))), _FOREVER_S)
 
     def leading(self, stamp: int, ids: Sequence[bytes]) -> int:
         """See ``PresenceCache.leading``. About a microsecond per id."""

@@ -16,17 +16,18 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from terracekv.tiers.body import Object
 from terracekv.tiers.breaker import NotTried, State
-from terracekv.tiers.bucket import Bucket, Object
+from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.caller import Caller
 from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.coder import Coder, Stored
 from terracekv.tiers.epochs import Epochs
-from terracekv.tiers.errors import ConfigError, Damaged, TerraceError, TierDown, TierFull
+from terracekv.tiers.errors import ConfigError, Damaged, TerraceError, TierDown
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.presence import PresenceCache
-from terracekv.tiers.s3_errors import Forbidden, NoBucket, Refused
+from terracekv.tiers.s3_errors import Forbidden, Full, NoBucket, Refused
 from terracekv.tiers.s3_record import header, key_of, pack, payload, place_of
 from terracekv.tiers.s3_settings import S3Settings
 from terracekv.tiers.scout import Scout
@@ -36,6 +37,7 @@ MARKER = b"TerraceKV keeps blocks of KV cache here. This object is written and r
 TRIAL_S = 3.0
 PAGE_KEYS = 1000
 """Objects that a sweep lists at a time."""
+_CLOSED = TierDown("the tier is closed")
 QUARANTINE_S = 24 * 3600.0
 """A damaged object is taken as absent for so long in this process, unless a put replaces it before."""
 
@@ -48,7 +50,7 @@ class S3Tier:
     name = "s3"
 
     def __init__(self, settings: S3Settings, *, namespaces: Namespaces, presence: PresenceCache | None = None) -> None:
-        """Connects to nobody; ``probe`` does. ConfigError for a profile that does not exist."""
+        """Connects to nobody, and is down until ``probe`` has; see ``Bucket`` for ConfigError."""
         self.settings = settings
         self._namespaces = namespaces
         self._bucket = Bucket(settings)
@@ -70,15 +72,14 @@ class S3Tier:
         """Write and read an object, once at start. False when the bucket cannot be reached: it is tried again by
         itself. ConfigError when it never can be used so: no such bucket, credentials refused, bodies come back changed.
         """
-        try:
-            self._examine(time.monotonic() + timeout_s)
-        except (Refused, NoBucket) as error:
+        error = self._caller.trial(lambda: self._examine(time.monotonic() + timeout_s))
+        if isinstance(error, (ConfigError, Refused, NoBucket)):
             raise ConfigError(error.message, error.hint) from error
-        except TierDown as error:
+        if error is not None:
             self._ledger.failed(error)
-            self.breaker.trip(error)
-            return False
-        return True
+        if self._closing.is_set():
+            self.breaker.trip(_CLOSED)
+        return error is None
 
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``: by what is remembered, without asking anybody; none while the bucket is down."""
@@ -117,7 +118,7 @@ class S3Tier:
                 if not self._namespaces.is_current(namespace):
                     return Outcome.STALE
                 self._scout.presence.note(namespace.stamp, id, True, self.settings.present_ttl_s)
-        except TierFull as full:
+        except Full as full:
             self._ledger.last_error = full.message
             return Outcome.FULL
         except TierDown as error:
@@ -243,10 +244,11 @@ class S3Tier:
         """See ``Tier.close``. Calls under way are cut off at their next piece; an answer is waited for as usual."""
         self._closing.set()
         self._bucket.close()
-        self.breaker.trip(TierDown("the tier is closed"))
+        self.breaker.trip(_CLOSED)
         self.breaker.opened.set()
         self._scout.close()
         self._recovery.join()
+        self.breaker.trip(_CLOSED)
 
     def _key(self, namespace: Namespace, id: bytes) -> str:
         return key_of(self.settings.root, namespace.id, namespace.epoch, id)
@@ -309,7 +311,9 @@ class S3Tier:
         bucket = self._bucket
         key = f"{self.settings.root}terracekv.probe"
         if self._probed:
-            bucket.read(key, len(MARKER) + 1, deadline)
+            found = bucket.read(key, len(MARKER), deadline)
+            if found is not None and not found[0].startswith(MARKER[:9]):  # the rest is the writer's version's own
+                raise self._changed()
             return
         if bucket.found(deadline) is False:
             if not self.settings.create_bucket:
@@ -320,14 +324,19 @@ class S3Tier:
         except Forbidden as error:
             self.read_only = True
             bucket.warn_once(f"s3: nothing will be stored: {error}")
+        except Full as error:
+            self._ledger.failed(error)  # room may come; what is there can be read
         found = bucket.read(key, 2 * len(MARKER), deadline)
         if found is not None and found[0] != MARKER:
-            raise ConfigError(
-                f"what was written to bucket {self.settings.bucket} comes back changed",
-                "the service or a proxy in between alters bodies; nothing is stored there",
-            )
+            raise self._changed()
         bucket.head(f"{self.settings.root}terracekv.absent", deadline)
         self._probed = True
+
+    def _changed(self) -> ConfigError:
+        return ConfigError(
+            f"what was written to bucket {self.settings.bucket} comes back changed",
+            "the service or a proxy in between alters bodies; nothing is stored there",
+        )
 
     def _recover(self) -> None:
         """The recovery thread: while the breaker is open it alone calls the bucket."""

@@ -1,7 +1,8 @@
 """Looks at a bucket from outside: what is in it, is it whole, what is of no use any more. For the command line.
 
 Owns nothing; called by one thread, beside running daemons or without any. Each call of the server has
-``timeout_s``; TierDown when it fails. Imports ``bucket``, ``errors``, ``s3_record`` and ``s3_errors``.
+``timeout_s``; TierDown when it fails. Imports ``body``, ``bucket``, ``errors``
+and ``s3_record``.
 """
 
 import re
@@ -9,13 +10,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from terracekv.tiers.bucket import Bucket, Object
+from terracekv.tiers.body import Object
+from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.errors import Damaged
-from terracekv.tiers.s3_errors import Unreachable
-from terracekv.tiers.s3_record import Place, header, payload, place_of
+from terracekv.tiers.s3_record import Place, epoch_key, epoch_of, header, payload, place_of
 
 PAYLOAD_BYTES_MAX = 4 << 30
 """A header that promises more is not believed."""
+
+
+LINK_BYTES_PER_S = 1e4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,14 @@ def verify(
     bucket: Bucket, timeout_s: float = 30.0, namespace_id: bytes | None = None
 ) -> Iterator[tuple[Stored, str | None]]:
     """Read every block and check it against its own checksum and its name: what is wrong with it, None if nothing.
-    One that goes away meanwhile is not mentioned."""
+    One that goes away meanwhile is not mentioned.
+
+    A block has ``timeout_s`` and the time that a link of ``LINK_BYTES_PER_S`` takes. TierDown when it does not come:
+    that says nothing of the block."""
     for stored in ls(bucket, timeout_s, namespace_id):
         try:
-            with bucket.get(stored.about.key, time.monotonic() + timeout_s) as body:
+            enough_s = timeout_s + stored.about.size / LINK_BYTES_PER_S
+            with bucket.get(stored.about.key, time.monotonic() + enough_s) as body:
                 if body is None:
                     continue
                 record = header(body)
@@ -100,7 +108,7 @@ def verify(
                 if record.payload_bytes > PAYLOAD_BYTES_MAX:
                     raise Damaged(f"{stored.about.key} promises {record.payload_bytes} bytes")
                 payload(body, record, memoryview(bytearray(record.payload_bytes)))
-        except (Damaged, Unreachable) as error:
+        except Damaged as error:
             yield stored, error.message
         else:
             yield stored, None
@@ -128,6 +136,5 @@ def gc(
 
 def _epoch(bucket: Bucket, namespace_id: bytes, timeout_s: float) -> int:
     """A namespace's epoch; 0, with which nothing is waste, when its object is absent or damaged."""
-    key = f"{bucket.settings.root}{namespace_id.hex()}/epoch"
-    found = bucket.read(key, 32, time.monotonic() + timeout_s)
-    return int(found[0]) if found is not None and found[0].isdigit() else 0
+    found = bucket.read(epoch_key(bucket.settings.root, namespace_id), 32, time.monotonic() + timeout_s)
+    return (epoch_of(found[0]) or 0) if found is not None else 0

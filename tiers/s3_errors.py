@@ -1,6 +1,11 @@
 """What an S3-compatible server's errors mean for us. Owns nothing; pure, any thread. Imports ``errors``."""
 
-from terracekv.tiers.errors import TerraceError, TierDown, TierFull
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from terracekv.tiers.errors import TerraceError, TierDown
+
+_TEXT_MAX = 300
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"}
 _REFUSED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "RequestTimeTooSkewed", "InvalidSecurity"}
@@ -44,6 +49,10 @@ class NoBucket(TierDown):
     """There is no such bucket."""
 
 
+class Full(TierDown):
+    """The server takes no more bytes; what it has can be read."""
+
+
 class NotOffered(TierDown):
     """The server does not have this feature of S3."""
 
@@ -52,9 +61,33 @@ class Raced(TierDown):
     """A conditional write found that somebody else was quicker."""
 
 
-def error_of(operation: str, code: str, status: int, message: str) -> TerraceError:
+@contextmanager
+def answer_of(what: str) -> Iterator[None]:
+    """For all that touches a server's answer: whatever it makes our libraries or our own reading raise is Unreachable.
+
+    The one place for that, and one that must catch everything: what a portal, a proxy or half a server can answer is
+    without end, and so are the errors that it leads to, in code that is not ours.
+    """
+    try:
+        yield
+    except (TerraceError, AssertionError):
+        raise
+    except OSError as error:
+        raise Unreachable(plain(f"{what}: {error}")) from error
+    except Exception as error:
+        text = plain(f"{what}: this answer cannot be taken: {type(error).__name__}: {error}")
+        raise Unreachable(text, "is s3.endpoint an S3 service?") from error
+
+
+def plain(text: str) -> str:
+    """One line of bounded length, whatever a server sent."""
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_MAX else f"{line[:_TEXT_MAX]} ..."
+
+
+def error_of(operation: str, code: str, status: int, message: str) -> TierDown:
     """The error for an answer that is neither success nor an expected absence. ``code`` is S3's, ``status`` HTTP's."""
-    text = f"{operation}: {code}: {message}"
+    text = plain(f"{operation}: {code}: {message}")
     if code in _EXPIRED:
         return Expired(text, "credentials are read again by themselves")
     if code == "NoSuchBucket" or (operation == "head_bucket" and status == 404):
@@ -66,7 +99,7 @@ def error_of(operation: str, code: str, status: int, message: str) -> TerraceErr
     if code in _BUSY or status in (429, 503):
         return Busy(text)
     if code in _FULL or status == 507:
-        return TierFull("s3", 0, 0, text)
+        return Full(text)
     if code in _RACED or status == 412:
         return Raced(text)
     if code == "NotImplemented" or status == 501:

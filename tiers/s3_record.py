@@ -1,6 +1,6 @@
 """How a block lies in a bucket: the name of its object, and the record that is the object's body.
 
-Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``bucket``, ``codec_id``,
+Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``body``, ``codec_id``,
 ``coder``, ``errors``, ``namespace``, ``segment`` and ``tier``.
 """
 
@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from terracekv.tiers.block import BLOCK_ID_BYTES, KEY_BYTES, block_id, shard_of
-from terracekv.tiers.bucket import Body
+from terracekv.tiers.body import Body
 from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.coder import restore
 from terracekv.tiers.errors import Damaged
@@ -20,6 +20,9 @@ from terracekv.tiers.tier import PAGE
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9]{1,10})/([0-9a-f]{2})/([0-9a-f]{64})\.([0-9]{1,5})")
 _PADDING = bytes(PAGE)
+EPOCH_BELIEVED_MAX = 2**31
+"""A higher number in an epoch object is damage: nobody flushes so often. Far enough below the last epoch that a
+record can bear that one wrong number does not bring a namespace to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,16 @@ def place_of(root: str, name: str) -> Place | None:
     if not key.startswith(head) or int(epoch) >= 2**32 or int(shard) >= 2**16:
         return None
     return Place(bytes.fromhex(namespace), int(epoch), block_id(bytes.fromhex(key), int(shard)))
+
+
+def epoch_key(root: str, namespace_id: bytes) -> str:
+    """The name of the object that holds a namespace's epoch."""
+    return f"{root}{namespace_id.hex()}/epoch"
+
+
+def epoch_of(content: bytes) -> int | None:
+    """What an epoch object says; None when it is damaged."""
+    return epoch if content.isdigit() and (epoch := int(content)) <= EPOCH_BELIEVED_MAX else None
 
 
 def pack(namespace: Namespace, id: bytes, codec: Codec, stored: memoryview, digest: int) -> list[memoryview | bytes]:

@@ -1,7 +1,7 @@
 """Finds out which blocks a bucket has, how old they are, and keeps their dates young.
 
 ``Scout`` owns the threads that ask, what is known of presence and age, and the order of writes to one block. Called
-by the s3 tier from any thread. Imports ``caller``, ``errors``, ``namespace``, ``presence``, ``s3_errors``,
+by the s3 tier from any thread. Imports ``body``, ``caller``, ``errors``, ``namespace``, ``presence``, ``s3_errors``,
 ``s3_record`` and ``tier``.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-from terracekv.tiers.bucket import Object
+from terracekv.tiers.body import Object
 from terracekv.tiers.caller import Caller
 from terracekv.tiers.errors import TerraceError, TierDown
 from terracekv.tiers.namespace import Namespace

@@ -28,7 +28,7 @@ class SlotTier:
     def __init__(self, table: SlotTable, namespaces: Namespaces) -> None:
         self._table = table
         self._namespaces = namespaces
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._spaces: dict[int, Space] = {}
         self._leases: dict[int, int] = {}
         self._writing: dict[int, int] = {}
@@ -89,21 +89,12 @@ class SlotTier:
         PRESENT when another session was quicker with the same block: its slot is freed, the block is readable.
         ``namespace`` is the snapshot of now; of an epoch that was flushed since ``reserve``, use ``abort``.
         """
-        outcomes = []
         with self._lock:
-            space = self._space(namespace, namespace.block_bytes)
-            for id, slot, digest in reversed(written):
-                assert self._writing.pop(slot.record, None) is not None, "commit of a slot that is not being written"
-                if id in space.order:
-                    self._table.free(slot.record)
-                    outcomes.append(Outcome.PRESENT)
-                    continue
-                self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
-                space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
-                self.counters.puts += 1
-                self.counters.put_bytes += namespace.block_bytes
-                outcomes.append(Outcome.STORED)
-        return outcomes[::-1]
+            try:
+                return [self._seal(namespace, *each) for each in reversed(written)][::-1]
+            except BaseException:
+                self.abort([slot for _, slot, _ in written])  # those that were not sealed
+                raise
 
     def touch(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
         """A chain was used as a whole: its tail goes before its head."""
@@ -209,6 +200,19 @@ class SlotTier:
         if (space := self._spaces.get(namespace.stamp)) is None:
             space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
         return space
+
+    def _seal(self, namespace: Namespace, id: bytes, slot: Slot, digest: int) -> Outcome:
+        assert slot.record in self._writing, "commit of a slot that is not being written"
+        space = self._space(namespace, namespace.block_bytes)
+        if present := id in space.order:
+            self._table.free(slot.record)
+        else:
+            self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
+            space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
+            self.counters.puts += 1
+            self.counters.put_bytes += namespace.block_bytes
+        del self._writing[slot.record]
+        return Outcome.PRESENT if present else Outcome.STORED
 
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""

@@ -1,15 +1,18 @@
 """Listing, checking and sweeping a bucket."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
+from terracekv.daemon.bucket_view import verified
 from terracekv.tests.blocks import name, put, registered
 from terracekv.tests.s3_stub import Kept, S3Stub
-from terracekv.tests.s3_tiers import Node, Nodes
+from terracekv.tests.s3_tiers import DAMAGED_EPOCHS, Node, Nodes
 from terracekv.tiers import s3_audit
 from terracekv.tiers.bucket import Bucket
+from terracekv.tiers.errors import TierDown
 
 
 @pytest.fixture
@@ -69,6 +72,51 @@ def test_verifying_reads_every_block_and_names_the_damaged_ones(a: Node, stub: S
     wrong = {stored.place.id: why for stored, why in s3_audit.verify(bucket) if why is not None}
     assert wrong.keys() == {name(0), name(1), name(2)}
     assert "less than a header" in wrong[name(0)] and "another block" in wrong[name(1)]
+
+
+@pytest.mark.parametrize("trouble", ["stall", "stall_body", "cut_body", "gone"])
+def test_what_cannot_be_read_is_not_called_damaged(a: Node, stub: S3Stub, trouble: str) -> None:
+    fill(a, 3)
+    bucket = Bucket(replace(a.tier.settings, read_timeout_s=0.5))
+    seen = []
+    with pytest.raises(TierDown):
+        for _, problem in s3_audit.verify(bucket, 10.0):
+            seen.append(problem)
+            if trouble == "gone":
+                stub.go()
+            else:
+                setattr(stub.switches, trouble, True)
+    assert set(seen) == {None}
+    if trouble == "gone":
+        stub.come_back()
+    stub.switches.stall = stub.switches.stall_body = stub.switches.cut_body = False
+    rows, said = [], ""
+    try:
+        for row in verified(bucket, None):
+            rows.append(row["problem"])
+            if len(rows) == 2:
+                stub.go()
+    except TierDown as error:
+        said = error.message
+    stub.come_back()
+    bucket.close()
+    assert rows == [None, None] and "2 were whole, 0 damaged" in said
+
+
+def test_a_slow_link_is_given_the_time_that_it_takes(a: Node, stub: S3Stub, bucket: Bucket) -> None:
+    fill(a, 1)
+    stub.switches.bytes_per_s = 15_000
+    assert [problem for _, problem in s3_audit.verify(bucket, 1.0)] == [None]
+
+
+@pytest.mark.parametrize("content", DAMAGED_EPOCHS, ids=repr)
+def test_by_an_epoch_that_no_daemon_believes_nothing_is_swept(
+    a: Node, stub: S3Stub, bucket: Bucket, content: bytes
+) -> None:
+    fill(a, 3)
+    stub.objects[a.key_of_epoch] = Kept(content, datetime.now(UTC))
+    assert s3_audit.gc(bucket, 0) == s3_audit.gc(bucket, 3600) == (0, 0)
+    assert len(stub.blocks()) == 3 and [space.current for space in s3_audit.stat(bucket)] == [True]
 
 
 def test_sweeping_takes_what_is_old_or_flushed_and_nothing_else(a: Node, stub: S3Stub, bucket: Bucket) -> None:

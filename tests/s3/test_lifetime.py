@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from terracekv.tests.blocks import get, in_threads, name, put
-from terracekv.tests.s3_stub import S3Stub
-from terracekv.tests.s3_tiers import Node, Nodes, soon, until
+from terracekv.tests.s3_stub import Kept, S3Stub
+from terracekv.tests.s3_tiers import DAMAGED_EPOCHS, Node, Nodes, soon, until
 from terracekv.tiers.errors import TierDown
+from terracekv.tiers.s3_record import EPOCH_BELIEVED_MAX
 from terracekv.tiers.tier import Outcome
 
 
@@ -98,12 +99,42 @@ def test_flushed_objects_are_reclaimed_and_present_ones_are_not(a: Node, stub: S
 
 
 def test_a_damaged_epoch_is_not_guessed_at(a: Node, nodes: Nodes, stub: S3Stub) -> None:
+    for content in DAMAGED_EPOCHS:
+        stub.objects[a.key_of_epoch] = Kept(content, datetime.now(UTC))
+        with nodes(f"b{content!r:.12}") as b:
+            assert get(b.tier, b.now, name(1))[0] is Outcome.FAILED, content
+            assert "epoch is damaged" in str(b.tier.status().last_error)
+            raised = b.namespaces.raise_epoch(b.now.id)
+            with pytest.raises(TierDown, match="epoch is damaged"):
+                b.tier.flush(raised)
+            assert b.now.epoch == 1, "what is not believed is not taken over"
+
+
+def test_what_is_wrong_again_and_again_is_logged_once_and_counted_always(
+    a: Node, stub: S3Stub, caplog: pytest.LogCaptureFixture
+) -> None:
+    stub.objects[a.key_of_epoch] = Kept(b"one", datetime.now(UTC))
+    for index in range(20):
+        assert put(a.tier, a.now, name(index)) is Outcome.FAILED
+    assert a.tier.status().counters.io_errors == 20
+    assert len([record for record in caplog.records if "epoch is damaged" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("there", [0, 7, 10**6, EPOCH_BELIEVED_MAX - 1, EPOCH_BELIEVED_MAX])
+def test_whatever_epoch_is_believed_can_be_flushed_or_says_that_it_is_the_last(
+    a: Node, nodes: Nodes, stub: S3Stub, there: int
+) -> None:
+    stub.objects[a.key_of_epoch] = Kept(b"%d" % there, datetime.now(UTC))
+    assert put(a.tier, a.now, name(1)) is (Outcome.STORED if there == 0 else Outcome.STALE)
+    assert put(a.tier, a.now, name(1)) is (Outcome.PRESENT if there == 0 else Outcome.STORED)
+    if there == EPOCH_BELIEVED_MAX:
+        with pytest.raises(TierDown, match="the last"):
+            a.flush()
+        return
     a.flush()
-    (key,) = [key for key in stub.objects if key.endswith("/epoch")]
-    stub.objects[key].content = b"one"
     with nodes("b") as b:
-        assert get(b.tier, b.now, name(1))[0] is Outcome.FAILED
-        assert "epoch is damaged" in str(b.tier.status().last_error)
+        assert get(b.tier, b.now, name(1))[0] is Outcome.MISS and b.now.epoch in (0, there + 1)
+        assert b.tier.leading_remote(b.now, [name(1)], soon()) == 0 and b.now.epoch == a.now.epoch == there + 1
 
 
 def test_chains_that_are_read_are_dated_anew_before_half_their_life_is_over(nodes: Nodes, stub: S3Stub) -> None:
@@ -112,7 +143,7 @@ def test_chains_that_are_read_are_dated_anew_before_half_their_life_is_over(node
         for id in ids:
             put(a.tier, a.now, id)
         for index in range(4):
-            stub.age(a.key(index), 499 if index == 3 else 600)
+            stub.age(a.key(index), 450 if index == 3 else 600)
         before = stub.asked.total()
         assert a.tier.redate(a.now, ids) == 0, "it stored them itself, so it takes them to be young"
         assert stub.asked.total() == before
