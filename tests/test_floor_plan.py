@@ -32,6 +32,7 @@ LIBRARIES = {
     "msgspec": {
         "connector/connection.py",
         "daemon/config.py",
+        "daemon/config_gpu.py",
         "daemon/config_s3.py",
         "daemon/doctor_trial.py",
         "daemon/engine_door.py",
