@@ -332,3 +332,20 @@ def test_the_documented_file_is_the_default() -> None:
     assert set(flags) == set(describe(load()))
     given = load_config(None, flags, HOME)
     assert msgspec.structs.replace(given, sources={}) == msgspec.structs.replace(load(), sources={})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("gpu.size", "0", "gpu.size is 0"),
+        ("gpu.device", "MIG-1234", "a slice of a GPU"),
+        ("gpu.bus_share", "0", "gpu.bus_share"),
+        ("gpu.bus_share", "1.5", "gpu.bus_share"),
+        ("gpu.uses", "0", "gpu.uses"),
+        ("gpu.window", "0", "gpu.window"),
+        ("gpu.strict", "perhaps", "gpu.strict"),
+    ],
+)
+def test_what_no_gpu_can_give_is_refused_by_name(key: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, {"gpu.enabled": "true", key: value}, {"HOME": "/home/me"})
