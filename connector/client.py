@@ -369,7 +369,7 @@ class Client:
         """A forked child shares its parent's socket and lock and must use neither: it starts without a session.
 
         Other threads of the parent, which are not there in the child, may have been inside any lock."""
-        self._hello.pid = os.getpid()
+        self._hello.pid, self._hello.gpu = os.getpid(), ""
         self._lock = threading.Lock()
         self._joining = threading.Lock()
         closing, self._closing = self._closing.is_set(), threading.Event()

@@ -253,7 +253,7 @@ class Metrics(Collector):
             family = CounterMetricFamily(
                 P + "tier_" + NAMES.get(field, f"{field}_blocks"), documentation, labels=["tier"]
             )
-            for lower in below:
+            for lower in self._store.sources:
                 family.add_metric([lower.name], getattr(lower.flow, field))
             yield family
         queue = GaugeMetricFamily(P + "tier_write_queue_bytes", "Bytes that wait for the tier.", labels=["tier"])
