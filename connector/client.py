@@ -1,7 +1,7 @@
 """The client: an engine's session with the daemon. Synchronous, for any thread of the engine.
 
-Owns the session, the mappings of the arena and the thread that re-joins a daemon that went away. Imports
-``connector.arena``, ``connector.connection``, ``daemon.protocol`` and ``tiers.block``; loads no asyncio.
+Owns the session, the mappings of the arena, the opening of the gpu tier and the thread that re-joins a daemon that went
+away. Imports ``arena``, ``connection``, ``near``, ``turn``, ``daemon.protocol`` and ``tiers.block``; loads no asyncio.
 
 Any trouble is a miss. A call costs at most its deadline; after one failure calls answer at once, without asking,
 until the joiner has a session again. With ``strict`` trouble raises ``Trouble`` instead.
@@ -10,7 +10,6 @@ until the joiner has a session again. With ``strict`` trouble raises ``Trouble``
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,11 @@ from terracekv.connector.ahead import Ahead, Settle
 from terracekv.connector.arena import Arena, Attach
 from terracekv.connector.commits import Commits
 from terracekv.connector.connection import JOIN_S, Connection, Trouble, after
+from terracekv.connector.near import Fetch, Near
+from terracekv.connector.turn import Turn
 from terracekv.daemon import protocol
 from terracekv.daemon.protocol import PROBE, VERSION, Found, Layout, Slot, Welcome
+from terracekv.kernels.cuda import Device
 from terracekv.tiers.block import block_keys
 
 log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Client:
 
     Budgets are milliseconds: a lookup waits for the daemon at most ``lookup_budget_ms``, a load or store at most its
     deadline. The first attempt to join is made here; if it fails, joining goes on in the background. ``attach`` is told
-    of each arena that is mapped.
+    of each arena that is mapped. ``device`` is the GPU that the engine's KV is on, where it has one.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Client:
         load_deadline_ms: int = 10_000,
         store_deadline_ms: int = 10_000,
         attach: Attach | None = None,
+        device: Device | None = None,
     ) -> None:
         self.path = str(socket)
         self.block_tokens = block_tokens
@@ -89,9 +92,11 @@ class Client:
         self.store_deadline_ms = store_deadline_ms
         self.troubles = 0
         self.last_trouble: str | None = None
+        self.near = Near(device)
         self._hello = protocol.Hello(
-            VERSION, PROBE, model, revision, dtype, block_tokens, layout, shards, shard, os.getpid(), credential, engine
-        )
+            VERSION, PROBE, model, revision, dtype, block_tokens, layout, shards, shard, os.getpid(), credential,
+            engine, self.near.uuid,
+        )  # fmt: skip
         self._lock = threading.Lock()
         self._joining = threading.Lock()
         self._session: Connection | None = None
@@ -135,7 +140,7 @@ class Client:
         """How many leading blocks the daemon has, and from which tier."""
         deadline = after(self.lookup_budget_ms)
         try:
-            with self._turn(deadline) as session:
+            with Turn(self, deadline) as session:
                 answer = session.ask(
                     lambda id: protocol.Lookup(id, b"".join(keys), self.lookup_budget_ms), Found, deadline
                 )
@@ -144,24 +149,32 @@ class Client:
             why = self._trouble(error)
             return Found(0, 0, {}, 0, why, 0.0)
 
-    def load(self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None) -> Loaded:
+    def load(
+        self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None, fetch: Fetch | None = None
+    ) -> Loaded:
         """Copy the leading run of blocks out of the arena, each as soon as it is there. ``scatter`` may be given bytes
-        that turn out to be stale: only blocks below ``Loaded.blocks`` count."""
+        that turn out to be stale: only blocks below ``Loaded.blocks`` count. With ``fetch``, those in the gpu tier are
+        copied from there, if this process has it open."""
         deadline = after(self.load_deadline_ms)
         good: list[int] = []
         missed: list[str] = []
         try:
-            with self._turn(deadline) as session:
+            with Turn(self, deadline) as session:
                 leased = session.ask(
-                    lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms), protocol.Leased, deadline
+                    lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms, fetch is not None),
+                    protocol.Leased,
+                    deadline,
                 )
                 ahead = Ahead(settle, self.block_bytes)
                 try:
                     for index, slot in session.arrivals(leased, len(keys), deadline, missed):
-                        with self._mapped().payload(slot, self.block_bytes) as payload:
-                            scatter(index, payload)
-                        self._believe(ahead.begun(index, slot), good)
-                    self._believe(ahead.rest(), good)
+                        if slot.gpu:
+                            self._fetch(fetch, index, slot)
+                        else:
+                            with self._mapped().payload(slot, self.block_bytes) as payload:
+                                scatter(index, payload)
+                        self._believe(session, ahead.begun(index, slot), good)
+                    self._believe(session, ahead.rest(), good)
                 finally:
                     ahead.forget()
                     session.tell(protocol.Release(leased.lease), deadline)
@@ -186,7 +199,7 @@ class Client:
         """
         deadline = after(self.store_deadline_ms)
         try:
-            with self._turn(deadline) as session:
+            with Turn(self, deadline) as session:
                 reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
                 ahead = Ahead(settle, self.block_bytes)
                 commits = Commits(session, reserved.reservation, self.block_bytes, durable, deadline)
@@ -228,15 +241,23 @@ class Client:
             commits.add(copied)
         commits.finish()
 
-    def _believe(self, whole: list[tuple[int, Slot]], good: list[int]) -> None:
-        """The bytes of these blocks were copied: they count if the slots are still what was leased."""
+    def _fetch(self, fetch: Fetch | None, index: int, slot: Slot) -> None:
+        if fetch is None or self.near.memory is None:
+            raise Trouble("protocol", "a slot of a GPU where none was asked for")
+        try:
+            fetch(index, self.near.memory, slot.offset)
+        except ValueError as error:  # outside what the daemon exported
+            raise Trouble("protocol", str(error)) from None
+
+    def _believe(self, session: Connection, whole: list[tuple[int, Slot]], good: list[int]) -> None:
+        """The bytes of these blocks were copied: they count if the slots are still what was leased. A slot of the GPU
+        is, for as long as the session lasts: its memory ends with the daemon's process."""
+        if any(slot.gpu for _, slot in whole) and session.hung_up():
+            raise Trouble("fenced", "the daemon went away during the copy")
         for index, slot in whole:
-            if not self._mapped().is_current(slot):
+            if not slot.gpu and not self._mapped().is_current(slot):
                 raise Trouble("fenced", "the slot changed during the copy")
             good.append(index)
-
-    def _turn(self, deadline: float) -> "_Turn":
-        return _Turn(self, deadline)
 
     def _mapped(self) -> Arena:
         assert self._arena is not None
@@ -248,7 +269,7 @@ class Client:
         try:
             welcome = connection.hello(self._hello, deadline)
             with self._lock:
-                self._start(connection, welcome)
+                self._start(connection, welcome, deadline)
         except BaseException:
             connection.close()
             raise
@@ -258,12 +279,12 @@ class Client:
         self._leave()
         connection = Connection(self.path, deadline)
         try:
-            self._start(connection, connection.hello(self._hello, deadline))
+            self._start(connection, connection.hello(self._hello, deadline), deadline)
         except BaseException:
             connection.close()
             raise
 
-    def _start(self, connection: Connection, welcome: Welcome) -> None:
+    def _start(self, connection: Connection, welcome: Welcome, deadline: float) -> None:
         """Under the lock: the session begins."""
         if self._arena is None or not self._arena.serves(welcome):
             try:
@@ -275,6 +296,8 @@ class Client:
             self._arena = fresh
             if self._attach is not None:
                 fresh.attach(self._attach)
+        if (opened := self.near.meet(welcome)) is not None:
+            connection.tell(opened, deadline)
         self._arena.lock(welcome.lock_byte)
         self._welcome = welcome
         self._session = connection
@@ -303,6 +326,7 @@ class Client:
         if self._session is not None:
             self._session.close()
             self._session = None
+        self.near.close()
         if self._arena is not None:
             self._arena.unlock()
 
@@ -320,7 +344,7 @@ class Client:
         """A forked child shares its parent's socket and lock and must use neither: it starts without a session.
 
         Other threads of the parent, which are not there in the child, may have been inside any lock."""
-        self._hello.pid = os.getpid()
+        self._hello.pid, self._hello.gpu = os.getpid(), ""
         self._lock = threading.Lock()
         self._joining = threading.Lock()
         closing, self._closing = self._closing.is_set(), threading.Event()
@@ -330,42 +354,10 @@ class Client:
         if self._session is not None:
             self._session.close()
             self._session = None
+        self.near.forget()
         if self._arena is not None:
             self._arena.forget()
             self._arena = None
-
-
-class _Turn:
-    """One request at a time has the session; a failure that leaves it out of step ends it and starts the joiner."""
-
-    def __init__(self, client: Client, deadline: float) -> None:
-        self._client = client
-        self._deadline = deadline
-
-    def __enter__(self) -> Connection:
-        client = self._client
-        if not client._lock.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
-            raise Trouble("deadline", "another request holds the session")
-        if client._session is not None and client._session.hung_up():
-            try:
-                client._join_at_once(self._deadline)
-            except (OSError, Trouble) as error:
-                client.last_trouble = str(error)
-        if client._session is None:
-            client._lock.release()
-            client._join_later()  # normally under way already
-            raise Trouble("no_daemon", client.last_trouble or "not joined")
-        return client._session
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        client = self._client
-        in_step = error is None or (isinstance(error, Trouble) and error.why == "refused")
-        if not in_step:
-            client.last_trouble = str(error) or type(error).__name__
-            client._leave()
-        client._lock.release()
-        if not in_step and not client._closing.is_set():
-            client._join_later()
 
 
 def _after_fork() -> None:

@@ -4,8 +4,9 @@ Owns the transfers of one engine process on one GPU, and the pinning of the aren
 KV cache is allocated; ``DeviceBlocks`` are one thread's. Imports ``kernels``, ``connection``; no tensor library:
 tensors come as addresses.
 
-``Client(..., attach=copier.attach)`` lets it pin each arena that the client maps; ``blocks = copier.blocks(pages,
-stream)`` stands for one prompt, and ``client.load(keys, blocks.scatter, settle=blocks.settle)`` moves it.
+``Client(..., attach=copier.attach, device=copier.device)`` lets it pin each arena that the client maps, and the client
+open the gpu tier's memory; ``blocks = copier.blocks(pages, stream)`` stands for one prompt, and ``client.load(keys,
+blocks.scatter, blocks.settle, blocks.fetch)`` moves it.
 """
 
 import threading
@@ -19,9 +20,11 @@ from terracekv.kernels.pages import address_of
 from terracekv.kernels.pinned import Pinned
 from terracekv.kernels.runs import Runs
 from terracekv.kernels.shared import Shared
-from terracekv.kernels.transfer import PART_BYTES, STAGED, Batch, Transfer
+from terracekv.kernels.transfer import PART_BYTES, STAGED, After, Batch, Transfer
 
 COPY_FAILED = "copy_failed"
+Move = Callable[[Sequence[Sequence[int]], Sequence[int], After], Batch]
+"""As ``Transfer.gather``: pages of blocks, addresses of payloads, and what to wait for."""
 
 
 class Arenas:
@@ -98,9 +101,10 @@ class DeviceCopier:
     def block_bytes(self) -> int:
         return self._transfer.block_bytes
 
-    def blocks(self, pages: Sequence[Sequence[int]], stream: int) -> "DeviceBlocks":
-        """The blocks of one prompt: block i is in ``pages[i]``. ``stream`` is the engine's own, as a number."""
-        return DeviceBlocks(self._transfer, pages, stream, self.part_bytes)
+    def blocks(self, pages: Sequence[Sequence[int]], after: After) -> "DeviceBlocks":
+        """The blocks of one prompt: block i is in ``pages[i]``. ``after`` is the engine's own stream, as a number, or
+        an event of it, for copies that another thread begins."""
+        return DeviceBlocks(self._transfer, pages, after, self.part_bytes)
 
     def report(self) -> dict[str, Any]:
         """For a status or a log: how this process copies, and why so."""
@@ -122,38 +126,34 @@ class DeviceBlocks:
     """``gather`` and ``scatter`` take a copy on; small ones are collected and started together. Nothing is whole before
     ``settle``.
 
-    What is begun comes after all that ``stream`` was given before, and what it is given after ``settle`` comes later.
-    A failed copy is a Trouble, for this and all later blocks.
+    What is begun comes after all that the stream ``after`` was given before, or after that event, and what the engine
+    gives any stream after ``settle`` comes later. A failed copy is a Trouble, for this and all later blocks.
     """
 
-    def __init__(self, transfer: Transfer, pages: Sequence[Sequence[int]], stream: int, part_bytes: int) -> None:
+    def __init__(self, transfer: Transfer, pages: Sequence[Sequence[int]], after: After, part_bytes: int) -> None:
         self._transfer = transfer
         self._pages = pages
-        self._stream = stream
+        self._after = after
         self._together = max(1, part_bytes // transfer.block_bytes)
         self._waiting: list[tuple[int, int]] = []
-        self._gather = True
+        self._move: Move = transfer.gather
         self._where: dict[int, tuple[Batch, int]] = {}
         """Blocks begun and not settled, in order: batch, and place in it."""
         self._failed: str | None = None
 
     def gather(self, index: int, payload: memoryview) -> None:
         """Begin to copy block ``index`` into ``payload``, a slot of the arena."""
-        self._take(True, index, payload)
+        self._take(self._transfer.gather, index, self._address(payload))
 
     def scatter(self, index: int, payload: memoryview) -> None:
         """Begin to copy ``payload`` out into block ``index``."""
-        self._take(False, index, payload)
+        self._take(self._transfer.scatter, index, self._address(payload))
 
-    def scatter_shared(self, index: int, shared: Shared, offset: int) -> None:
+    def fetch(self, index: int, shared: Shared, offset: int) -> None:
         """Begin to copy block ``index`` out of a slot of the gpu tier, which this process has open: at memory speed,
         past the bus. ValueError for a slot that is not inside."""
         source = shared.address(offset, self._transfer.block_bytes)
-        try:
-            batch = self._transfer.scatter_from_device([self._pages[index]], [source], self._stream)
-        except RuntimeError as error:
-            raise self._trouble(error) from error
-        self._where[index] = (batch, 0)
+        self._take(self._transfer.scatter_from_device, index, source)
 
     def settle(self, index: int) -> None:
         """Wait until block ``index``, and all begun before it, are whole. A block that was settled already is."""
@@ -172,20 +172,23 @@ class DeviceBlocks:
         except RuntimeError as error:
             raise self._trouble(error) from error
 
-    def _take(self, gather: bool, index: int, payload: memoryview) -> None:
+    def _address(self, payload: memoryview) -> int:
         assert payload.nbytes >= self._transfer.block_bytes
-        if self._waiting and gather != self._gather:
+        return address_of(payload)
+
+    def _take(self, move: Move, index: int, address: int) -> None:
+        if self._waiting and move != self._move:
             self._start()
-        self._gather = gather
-        self._waiting.append((index, address_of(payload)))
+        self._move = move
+        self._waiting.append((index, address))
         if len(self._waiting) >= self._together:
             self._start()
 
     def _start(self) -> None:
         waiting, self._waiting = self._waiting, []
-        move = self._transfer.gather if self._gather else self._transfer.scatter
+        pages, addresses = [self._pages[index] for index, _ in waiting], [address for _, address in waiting]
         try:
-            batch = move([self._pages[index] for index, _ in waiting], [slot for _, slot in waiting], self._stream)
+            batch = self._move(pages, addresses, self._after)
         except RuntimeError as error:
             raise self._trouble(error) from error
         for place, (index, _) in enumerate(waiting):

@@ -1,7 +1,7 @@
 """A scheduler's session: it looks up, and holds what it has promised until its workers have copied it.
 
 ``Leases`` owns the leases that it was given. Called by one thread, beside whoever may call a ``Client``. Imports
-``connector.client``, ``connection`` and ``daemon.protocol``.
+``connector.client``, ``connection``, ``turn`` and ``daemon.protocol``.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ from typing import Any
 
 from terracekv.connector.client import Client
 from terracekv.connector.connection import Connection, Trouble, after
+from terracekv.connector.turn import Turn
 from terracekv.daemon import protocol
 
 
@@ -40,7 +41,7 @@ class Leases(Client):
         """Lease the leading run of ``keys``; what is below host comes up meanwhile. None: no answer."""
         deadline = after(self.lookup_budget_ms)
         try:
-            with self._turn(deadline) as session:
+            with Turn(self, deadline) as session:
                 if session.notices is None:
                     session.notices = []
                     self._held.clear()  # they were of a session that is over
@@ -60,7 +61,7 @@ class Leases(Client):
         if self._session is not held.session or self._held.pop(held.lease, None) is None:
             return
         try:
-            with self._turn(after(self.lookup_budget_ms)) as session:
+            with Turn(self, after(self.lookup_budget_ms)) as session:
                 if session is held.session:
                     session.tell(protocol.Release(held.lease), after(self.lookup_budget_ms))
         except (OSError, Trouble) as error:
@@ -70,7 +71,7 @@ class Leases(Client):
         """Ask that blocks stay in host for so long."""
         deadline = after(self.lookup_budget_ms)
         try:
-            with self._turn(deadline) as session:
+            with Turn(self, deadline) as session:
                 session.tell(protocol.Pin(b"".join(keys), int(ttl_s * 1e3)), deadline)
         except (OSError, Trouble) as error:
             self._trouble(error)
@@ -84,7 +85,7 @@ class Leases(Client):
         if self._session is None or self._session.notices is None:
             return False
         try:
-            with self._turn(after(self.lookup_budget_ms)) as session:
+            with Turn(self, after(self.lookup_budget_ms)) as session:
                 if session.notices is not None:
                     session.read_notices()
                     self._note(session)

@@ -22,11 +22,13 @@ from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.mover import Mover
+from terracekv.daemon.near import Near
 from terracekv.daemon.own_socket import nobody_listens
 from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.store import Store
 from terracekv.tiers import failpoint
 from terracekv.tiers.errors import ConfigError, TerraceError
+from terracekv.tiers.heat import BusShare, Heat
 
 if TYPE_CHECKING:
     from terracekv.tiers.s3 import S3Tier
@@ -80,9 +82,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         loop.add_signal_handler(number, stop.set)
     assert config.daemon.queue is not None
     mover = Mover(threads=config.daemon.io_threads, queue_bytes=config.daemon.queue)
-    background = [threading.Thread(target=tiers.arena.prepare, name="arena-prepare", daemon=True)]
-    if tiers.disk is not None and tiers.disk.rebuilding:
-        background.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
+    background = _background(tiers)
     far = _distant(config, tiers)
     movers = [mover, far.mover] if far is not None else [mover]
     store = Store(
@@ -92,6 +92,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         mover=mover,
         admission=config.disk.admission,
         far=far,
+        near=_near(config, tiers, mover),
     )
     engine = EngineDoor(
         config.daemon.runtime_dir / "engine.sock",
@@ -99,8 +100,9 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         table=tiers.table,
         arena=tiers.arena.path,
         secret=tiers.secret,
+        gpus=tiers.gpus,
     )
-    http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started)
+    http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus)
     probing = None
     try:
         if tiers.s3 is not None:
@@ -142,6 +144,36 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         thread.join(1.0)
     log.info("stopped; the arena stays warm in %s", config.daemon.runtime_dir)
     return _verdict(probing)
+
+
+def _background(tiers: Tiers) -> list[threading.Thread]:
+    """Work of the start that nobody waits for, not begun yet."""
+    threads = [threading.Thread(target=_prepare, args=(tiers,), name="arena-prepare", daemon=True)]
+    if tiers.disk is not None and tiers.disk.rebuilding:
+        threads.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
+    return threads
+
+
+def _prepare(tiers: Tiers) -> None:
+    """In a thread: give the arena its pages, and then let the GPU copy to and from them without a detour."""
+    tiers.gpus.watch()
+    tiers.arena.prepare()
+    if tiers.gpus.tier is not None:
+        tiers.gpus.tier.pin()
+
+
+def _near(config: Config, tiers: Tiers, mover: Mover) -> Near | None:
+    """The gpu tier with what makes blocks go up, if it was opened."""
+    if tiers.gpus.tier is None:
+        return None
+    return Near(
+        tiers.gpus.tier,
+        namespaces=tiers.namespaces,
+        host=tiers.host,
+        mover=mover,
+        heat=Heat(uses=config.gpu.uses, window_s=config.gpu.window),
+        share=BusShare(config.gpu.bus_share),
+    )
 
 
 def _distant(config: Config, tiers: Tiers) -> Distant | None:

@@ -1,8 +1,8 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
 Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
-command line each call it once, before any thread starts. Imports msgspec, ``bounds``, ``config_s3``, ``tiers.budget``,
-``errors`` and ``tier``.
+command line each call it once, before any thread starts. Imports msgspec, ``bounds``, ``config_gpu``, ``config_s3``,
+``tiers.budget``, ``errors`` and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -22,13 +22,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from terracekv.daemon import bounds
-from terracekv.daemon.config_s3 import S3, Count, SizeOrAuto, check_s3
+from terracekv.daemon.config_gpu import Gpu, check_gpu
+from terracekv.daemon.config_s3 import S3, Count, Size, SizeOrAuto, check_s3
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
 from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.tier import PAGE
 
-Size = Annotated[int, Meta(ge=0, description="bytes")]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 PREFIX = "TERRACEKV_"
@@ -82,6 +82,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     host: Host = Host()
     disk: Disk = Disk()
     s3: S3 = S3()
+    gpu: Gpu = Gpu()
     failpoints: str = ""
     sources: dict[str, str] = {}
 
@@ -94,7 +95,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.disk.path)
 
 
-SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk, "s3": S3}
+SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk, "s3": S3, "gpu": Gpu}
 TYPES: dict[str, Any] = {
     f"{section}.{field.name}": field.type
     for section, struct in SECTIONS.items()
@@ -259,6 +260,8 @@ def summary(config: Config, room: Budget) -> str:
     )
     if config.disk.enabled:
         line += f"; disk: disk.size {show(disk)} of {show(room.disk_free)} at {room.disk.path}"
+    if config.gpu.enabled:
+        line += f"; gpu: gpu.size {show(config.gpu.size)} of {config.gpu.device or 'the first GPU'}"
     if config.s3.enabled:
         line += f"; s3: bucket {config.s3.bucket} at {config.s3.endpoint or 'AWS'}"
     return line
@@ -375,3 +378,4 @@ def _check(config: Config) -> None:
     if config.s3.queue == 0:
         raise ConfigError("s3.queue cannot be 0", "set a size, or leave it auto")
     check_s3(config.s3)
+    check_gpu(config.gpu)

@@ -15,6 +15,7 @@ Count = Annotated[int, Meta(ge=1, le=256)]
 Seconds = Annotated[float, Meta(gt=0, le=3600)]
 Lifetime = Annotated[float, Meta(ge=0, le=TTL_S_MAX, description="seconds")]
 Rate = Annotated[float, Meta(ge=0, le=1e9)]
+Size = Annotated[int, Meta(ge=0, description="bytes")]
 SizeOrAuto = Annotated[int | None, Meta(description="bytes, None for auto")]
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from terracekv.daemon.cli_text import last_error
 from terracekv.daemon.config import Config, describe, require_folders, resolve, summary, survey, version
@@ -26,7 +26,7 @@ from terracekv.tiers.tier import PAGE
 
 LIBRARIES = ("aiohttp", "lmdb", "msgspec", "numpy", "prometheus-client", "uvloop", "xxhash", "zstandard")
 S3_LIBRARIES = ("boto3",)
-NOT_BUILT = "the gpu tier is not in this version"
+GPU_LIBRARIES = ("cupy", "pynvml")
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "glusterfs"}
 FILES_MIN = 1024
 BUCKET_S = 5.0
@@ -44,6 +44,7 @@ def examine(config: Config) -> Iterator[Finding]:
         yield from _disk(config, room)
     if config.s3.enabled:
         yield from _bucket(config)
+    yield from _gpu(config)
     yield from _limits()
     door = Door(config.daemon.runtime_dir)
     try:
@@ -55,7 +56,7 @@ def examine(config: Config) -> Iterator[Finding]:
         yield Finding("daemon", "fail", refused.message, refused.hint)
         return
     yield from _running(config, running)
-    tiers = list(running["tiers"])
+    tiers = [name for name in running["tiers"] if name != "gpu"]  # what is hot goes there, not what is stored
     if running["tiers"][tiers[-1]]["mode"] in ("down", "read-only"):
         tiers = tiers[:-1]  # nothing can be made durable now
     yield from round_trips(config.daemon.runtime_dir, door, tiers)
@@ -74,7 +75,7 @@ def _versions() -> Iterator[Finding]:
     else:
         yield Finding("versions", "ok", says)
     torch = "is installed" if importlib.util.find_spec("torch") else "is not installed"
-    yield Finding("optional parts", "ok", f"torch {torch} (only engines need it); {NOT_BUILT}")
+    yield Finding("optional parts", "ok", f"torch {torch} (only engines need it)")
 
 
 def _folders(config: Config) -> Iterator[Finding]:
@@ -163,6 +164,21 @@ def _bucket(config: Config) -> Iterator[Finding]:
         yield Finding("s3", "ok", f"{place} answers in {spent_ms:.0f} ms")
 
 
+def _gpu(config: Config) -> Iterator[Finding]:
+    """Whether the libraries are there; a GPU is not touched by a command that may run beside an engine."""
+    if not config.gpu.enabled:
+        yield Finding("gpu", "ok", "gpu.enabled is false: neither CUDA nor NVML is used")
+        return
+    missing = [name for name in GPU_LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        state: Literal["warn", "fail"] = "fail" if config.gpu.strict else "warn"
+        says = f"gpu.enabled is true and {' and '.join(missing)} cannot be imported"
+        advice = 'pip install "terracekv[gpu]" (cupy-cuda12x for CUDA 12), or set gpu.enabled to false'
+        yield Finding("gpu", state, says, advice)
+    else:
+        yield Finding("gpu", "ok", "CuPy and NVML's library are installed; the daemon's status says what came of them")
+
+
 def direct_io(folder: Path) -> str | None:
     """None when a page can be written there past the page cache, else why not. The file never has a name."""
     try:
@@ -197,11 +213,24 @@ def _running(config: Config, running: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("daemon", "warn", f"it is {running['version']}, this command {version()}", advice)
     if running["not_ready"]:
         yield Finding("daemon", "warn", f"it is not ready: {'; '.join(running['not_ready'])}")
+    yield from _running_gpu(running)
     yield from _differences(describe(config), running["config"])
     for name, tier in running["tiers"].items():
         if tier["last_error"]:
             text, news = last_error(name, tier)
             yield Finding(f"{name} tier", "warn" if news else "ok", f"mode {tier['mode']}; {text}")
+
+
+def _running_gpu(running: dict[str, Any]) -> Iterator[Finding]:
+    """What came of the gpu tier there, and who cannot share it. An older daemon says nothing of it."""
+    tier = running.get("gpu_tier", {"state": "off"})
+    if tier["state"] == "off":
+        return
+    if tier["reason"]:
+        yield Finding("gpu tier", "warn", f"{tier['state']}: {tier['reason']}", "see docs/gpu.md")
+    for session in running["sessions"]:
+        if session["transport_reason"]:
+            yield Finding("gpu tier", "warn", f"session {session['session']}: {session['transport_reason']}")
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:

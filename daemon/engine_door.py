@@ -1,7 +1,7 @@
 """The engine door: a Unix socket on which engines ask for blocks. Messages are those of ``protocol.py``.
 
 Owns the listening socket and one ``Connection`` for each engine. Runs on the event loop and never blocks it. Imports
-``hello``, ``own_socket``, ``protocol``, ``sessions``, ``store`` and ``tiers``.
+``gpus``, ``hello``, ``own_socket``, ``protocol``, ``sessions``, ``sharing``, ``store``, ``wire`` and ``tiers``.
 
 Every request is answered, in order except for those that wait (Commit, what comes after Leased, and Lookup and Acquire
 of blocks of which only a distant tier can tell). A frame that cannot be read is answered by Error; one that is too
@@ -18,11 +18,14 @@ from typing import Any, cast
 import msgspec
 
 from terracekv.daemon import protocol
+from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.hello import judge
 from terracekv.daemon.own_socket import take_over
 from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, VERSION
 from terracekv.daemon.sessions import Session, Sessions
+from terracekv.daemon.sharing import Sharing
 from terracekv.daemon.store import Found, Store
+from terracekv.daemon.wire import distinct, slots_of, wire
 from terracekv.tiers.errors import BadRequest, TerraceError
 from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable
 from terracekv.tiers.tier import Outcome
@@ -43,13 +46,16 @@ NAMESPACES_MAX = 4096
 class EngineDoor:
     """Listens on ``path``; ``secret`` derives tenants' salts."""
 
-    def __init__(self, path: Path, *, store: Store, table: SlotTable, arena: Path, secret: bytes) -> None:
+    def __init__(
+        self, path: Path, *, store: Store, table: SlotTable, arena: Path, secret: bytes, gpus: Gpus | None = None
+    ) -> None:
         self.path = path
         self.store = store
         self.table = table
         self.arena = arena
         self.arena_bytes = store.host.status().capacity_bytes
         self.sessions = Sessions(store)
+        self.sharing = Sharing(gpus or Gpus())
         self.secret = secret
         self.connections: set[Connection] = set()
         self.closing = False
@@ -74,7 +80,7 @@ class EngineDoor:
         self._server.close()
         deadline = asyncio.get_running_loop().time() + grace_s
         while asyncio.get_running_loop().time() < deadline and (
-            self._tasks or any(session.reservations for session in self.sessions.open.values())
+            self._tasks or any(session.busy for session in self.sessions.open.values())
         ):
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
@@ -206,6 +212,10 @@ class Connection(asyncio.Protocol):
             self._door.sessions.abort(session, request.reservation)
         elif isinstance(request, protocol.Pin):
             self._door.spawn(self._pin(session, request))
+        elif isinstance(request, protocol.Opened):
+            if (refused := self._door.sharing.opened(session, request.why)) is not None:
+                self._fail(0, BadRequest(refused.reason, "set gpu.strict to false to serve such engines from host"))
+                self._transport.close()
         else:
             self._prefetch(session, session.ids_of(protocol.split_keys(request.keys)))
 
@@ -218,12 +228,13 @@ class Connection(asyncio.Protocol):
             self._transport.close()
             return
         if not isinstance(answer, Session):
-            log.warning("refused an engine: %s: %s", answer.field, answer.reason)
-            self._send(answer)
-            self._transport.close()
+            self._refuse(answer)
             return
-        if self._transport.is_closing():
+        offer = self._door.sharing.offer(answer, hello.gpu)
+        if isinstance(offer, protocol.Refused) or self._transport.is_closing():
             self._door.sessions.close(answer)
+            if isinstance(offer, protocol.Refused):
+                self._refuse(offer)
             return
         self._session = answer
         table = self._door.table
@@ -238,8 +249,15 @@ class Connection(asyncio.Protocol):
                 slots=str(table.path),
                 slots_bytes=table.size_bytes,
                 lock_byte=LOCK_BASE + answer.number,
+                gpu=offer,
+                no_gpu=answer.not_near if offer is None else None,
             )
         )
+
+    def _refuse(self, refused: protocol.Refused) -> None:
+        log.warning("refused an engine: %s: %s", refused.field, refused.reason)
+        self._send(refused)
+        self._transport.close()
 
     def _prefetch(self, session: Session, ids: list[bytes]) -> None:
         store, sessions = self._door.store, self._door.sessions
@@ -280,13 +298,11 @@ class Connection(asyncio.Protocol):
         until = asyncio.get_running_loop().time() + within_s(request.deadline_ms)
         question = self._door.store.question(self._door.sessions.current(session), session.ids_of(keys))
         if question is None:
-            self._lease(session, request.id, keys, until)
+            self._lease(session, request, keys, until)
             return
         # A hint older than its time, or no lookup before: what a distant tier has is asked for first.
         wait_s = min(ASK_S_MAX, within_s(request.deadline_ms))
-        self._door.spawn(
-            self._later(request.id, question, wait_s, lambda: self._lease(session, request.id, keys, until))
-        )
+        self._door.spawn(self._later(request.id, question, wait_s, lambda: self._lease(session, request, keys, until)))
 
     async def _later(self, id: int, question: "asyncio.Future[int]", wait_s: float, answer: Callable[[], None]) -> None:
         """Answer once a distant tier has told what it has, or when there is no more time to wait for it."""
@@ -300,7 +316,7 @@ class Connection(asyncio.Protocol):
             log.exception("a request of an engine failed")
             self._fail(id, TerraceError(f"the daemon failed on this request: {error}", "see its log"))
 
-    def _lease(self, session: Session, id: int, keys: list[bytes], until: float) -> None:
+    def _lease(self, session: Session, request: protocol.Acquire, keys: list[bytes], until: float) -> None:
         """``until`` is of the loop's clock."""
         per_key = session.namespace.shards if session.shard is None else 1
         failed: set[int] = set()
@@ -316,11 +332,11 @@ class Connection(asyncio.Protocol):
             elif key not in failed and not any(key * per_key + n in lease.pending for n in range(per_key)):
                 self._send(protocol.Ready(handle, [key], []))
 
-        handle, lease = self._door.sessions.acquire(session, keys, arrived)
-        slots = [] if session.shard is None else [wire(lease.slots.get(index)) for index in range(len(lease.ids))]
-        blocks = (len(lease.slots) + len(lease.pending)) // per_key
+        handle, lease = self._door.sessions.acquire(session, keys, arrived, near=request.gpu)
+        slots = [] if session.shard is None else slots_of(lease)
+        blocks = (len(lease.slots) + len(lease.near) + len(lease.pending)) // per_key
         pending = sorted({index // per_key for index in lease.pending})
-        self._send(protocol.Leased(id, handle, blocks, slots, pending))
+        self._send(protocol.Leased(request.id, handle, blocks, slots, pending))
         if lease.pending:
 
             def deadline() -> None:
@@ -376,16 +392,3 @@ def within_s(deadline_ms: int) -> float:
     """How long an answer may wait for somebody, so that it arrives before the deadline."""
     deadline_ms = min(max(deadline_ms, 0), DEADLINE_MS_MAX)
     return max(0.0, deadline_ms - min(deadline_ms / 10, ANSWER_MS)) / 1e3
-
-
-def wire(slot: Slot | None) -> protocol.Slot | None:
-    """A slot as it goes over the socket."""
-    return None if slot is None else protocol.Slot(slot.offset, slot.record, slot.generation)
-
-
-def distinct(keys: bytes) -> list[bytes]:
-    """Keys of a chain, apart; BadRequest when one comes twice, which no chain has."""
-    apart = protocol.split_keys(keys)
-    if len(set(apart)) != len(apart):
-        raise BadRequest("the same key twice in one request", "send each block of a chain once")
-    return apart

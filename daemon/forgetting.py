@@ -1,7 +1,8 @@
 """Making blocks misses: one by one, a namespace at a time, or because another node flushed it.
 
 Owns the memory of the epochs that have been dealt with here. Runs on the event loop; tiers do their part in workers.
-Imports ``below``, ``distant``, ``events``, ``mover``, ``pins``, ``promotion``, ``write_through`` and ``tiers``.
+Imports ``below``, ``distant``, ``events``, ``mover``, ``near``, ``pins``, ``promotion``, ``write_through`` and
+``tiers``.
 """
 
 import asyncio
@@ -9,18 +10,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from terracekv.daemon.below import Lower
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.events import Events
 from terracekv.daemon.mover import Mover
+from terracekv.daemon.near import Near
 from terracekv.daemon.pins import Pins
 from terracekv.daemon.promotion import Promoter
 from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.errors import BadRequest
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
-from terracekv.tiers.tier import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Forgetting:
         namespaces: Namespaces,
         host: HostTier,
         below: Sequence[Lower],
+        near: Near | None,
         mover: Mover,
         promoter: Promoter,
         through: Sequence[WriteThrough],
@@ -59,6 +62,7 @@ class Forgetting:
         self._namespaces = namespaces
         self._host = host
         self._below = below
+        self._near = near
         self._mover = mover
         self._promoter = promoter
         self._through = through
@@ -91,7 +95,7 @@ class Forgetting:
 
         In every tier it raises the epoch: at once for lookups, for writes under way too, and for good.
         """
-        names = ["host", *(lower.name for lower in self._below)]
+        names = [*(["gpu"] if self._near is not None else []), "host", *(lower.name for lower in self._below)]
         if tier is not None and tier not in names:
             raise BadRequest(f"no tier {tier!r}", f"configured tiers: {', '.join(names)}")
         if tier is None:
@@ -101,6 +105,8 @@ class Forgetting:
             self._events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
             self._pins.expire()
         flushed = Flushed()
+        if tier in (None, "gpu") and self._near is not None:
+            flushed.dropped["gpu"] = await self._drop_near(namespace)
         if tier in (None, "host"):
             self._pins.end(namespace)
             flushed.dropped["host"] = await self._mover.load(lambda: self._host.drop(namespace))
@@ -123,6 +129,8 @@ class Forgetting:
             self._events.publish("flushed", namespace=namespace.id.hex(), epoch=namespace.epoch)
             self._pins.expire()
             for epoch in range(max(before, namespace.epoch - EPOCHS_MAX), namespace.epoch):
+                if self._near is not None:
+                    await self._drop_near(replace(namespace, epoch=epoch))
                 await self._mover.load(partial(self._host.drop, replace(namespace, epoch=epoch)))
             old = replace(namespace, epoch=namespace.epoch - 1)
             for lower, through in zip(self._below, self._through, strict=True):
@@ -176,13 +184,25 @@ class Forgetting:
         async with self._sweeping:
             return await lower.mover.load(lambda: lower.tier.reclaim(replace(namespace, epoch=namespace.epoch + 1)))
 
-    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Outcome]]":
-        """Moves of these blocks between tiers that have not ended."""
+    async def _drop_near(self, namespace: Namespace) -> int:
+        """Empty the gpu tier of a snapshot's epoch, once nothing moves to it or, when it must make room, to host."""
+        assert self._near is not None
+        gpu = self._near.gpu
+        if moving := self._near.hot.under_way():
+            await asyncio.wait(moving)
+        return await self._mover.load(lambda: gpu.drop(namespace))
+
+    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Any]]":
+        """Moves between tiers that have not ended, of these blocks or perhaps of them."""
         writes = [write for through in self._through for write in through.under_way(ids)]
-        return self._promoter.under_way(ids) + writes
+        up = self._near.hot.under_way() if self._near is not None else []
+        return [*self._promoter.under_way(ids), *writes, *up]
 
     async def _forget(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
-        counts = {"host": await self._mover.load(lambda: self._host.delete(namespace, ids))}
+        counts = {}
+        if self._near is not None:
+            counts["gpu"] = await self._mover.load(partial(self._near.gpu.delete, namespace, ids))
+        counts["host"] = await self._mover.load(lambda: self._host.delete(namespace, ids))
         for lower in self._below:
             if isinstance(lower, Distant):
                 lower.forget(ids)

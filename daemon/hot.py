@@ -54,8 +54,10 @@ class Hot:
         self._heat = heat
         self._share = share
         self._clock = clock
-        self._coming: set[bytes] = set()
+        self._coming: dict[bytes, asyncio.Future[tuple[Outcome, float]]] = {}
         self.moves = Moves()
+        self.promoted: Callable[[Namespace, bytes], None] = lambda namespace, id: None
+        """Told of each block that came to the GPU."""
         gpu.held_below = held_below
         gpu.demote = self._hand_down
 
@@ -68,6 +70,10 @@ class Hot:
                 begun += self._begin(namespace, id)
         self._gpu.touch(namespace, ids)
         return begun
+
+    def under_way(self) -> "list[asyncio.Future[tuple[Outcome, float]]]":
+        """All promotions that have not ended: each may also hand another block down to host."""
+        return list(self._coming.values())
 
     def _begin(self, namespace: Namespace, id: bytes) -> bool:
         if not self._share.allows(self._clock()):
@@ -85,8 +91,8 @@ class Hot:
             self._host.release([slot])
             self.moves.over_queue += 1
             return False
-        self._coming.add(id)
-        promotion.add_done_callback(partial(self._came, id, slot))
+        self._coming[id] = promotion
+        promotion.add_done_callback(partial(self._came, namespace, id, slot))
         return True
 
     def _promote(self, namespace: Namespace, id: bytes, slot: Slot) -> tuple[Outcome, float]:
@@ -98,15 +104,17 @@ class Hot:
         outcome = self._gpu.put(namespace, id, payload, self._host.checksum_of(slot))
         return outcome, self._clock() - start
 
-    def _came(self, id: bytes, slot: Slot, done: "asyncio.Future[tuple[Outcome, float]]") -> None:
+    def _came(self, namespace: Namespace, id: bytes, slot: Slot, done: "asyncio.Future[tuple[Outcome, float]]") -> None:
         self._host.release([slot])
-        self._coming.discard(id)
+        del self._coming[id]
         if done.cancelled():
             return
         outcome, seconds = (Outcome.FAILED, 0.0) if done.exception() is not None else done.result()
         self._share.spent(seconds)
         self.moves.promoted += outcome is Outcome.STORED
         self.moves.failed += outcome in (Outcome.FAILED, Outcome.FULL)
+        if outcome is Outcome.STORED:
+            self.promoted(namespace, id)
 
     def _hand_down(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> None:
         """In a worker, before a block leaves the GPU that nobody else has."""

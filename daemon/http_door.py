@@ -1,7 +1,8 @@
 """The people's door: HTTP on a Unix socket and, where configured, TCP.
 
 Owns both listeners, the table of routes, who may ask, and how errors look. Runs on the event loop and never blocks it.
-Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``sessions``, ``store``, ``errors``.
+Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``gpus``, ``sessions``, ``store``,
+``errors``.
 
 Every answer to a request that was not done is ``{"error": {"kind", "message", "hint"}}``. The Unix socket is protected
 by the permissions of its file; TCP by the token, or by being reachable from this machine only.
@@ -21,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from terracekv.daemon.config import Config, read_token, tcp_address, version
+from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
 from terracekv.daemon.http_messages import (
     Alive,
@@ -75,7 +77,9 @@ BYTES_TYPE = "application/octet-stream"
 class HttpDoor:
     """``started`` is of ``time.monotonic``. Raises ConfigError when a token file is configured and cannot be used."""
 
-    def __init__(self, *, store: Store, sessions: Sessions, config: Config, started: float) -> None:
+    def __init__(
+        self, *, store: Store, sessions: Sessions, config: Config, started: float, gpus: Gpus | None = None
+    ) -> None:
         self.path = config.daemon.runtime_dir / SOCKET
         self.port: int | None = None
         """The TCP port that was really bound."""
@@ -87,6 +91,7 @@ class HttpDoor:
         self._sessions = sessions
         self._config = config
         self._started = started
+        self._gpus = gpus or Gpus()
         self._token = read_token(config)
         self._busy: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._open: list[tuple[web.Server, asyncio.Server]] = []
@@ -95,7 +100,7 @@ class HttpDoor:
         self._queries = Queries(store)
         self.routes = Routes(self._table(Blocks(store), self._queries))
         watched = [(route.method, route.path) for route in self.routes.all]
-        self._metrics = Metrics(store, sessions, watched, started)
+        self._metrics = Metrics(store, sessions, watched, started, self._gpus)
 
     async def listen(self) -> None:
         """Open the doors. A socket that a dead daemon left is replaced; one that answers, or a TCP port that is taken,
@@ -284,6 +289,7 @@ class HttpDoor:
             loop_lag_s=self._metrics.loop_lag_s,
             not_ready=self._reasons(),
             requests=len(self._busy),
+            gpus=self._gpus,
         )
         return reply(request, document)
 

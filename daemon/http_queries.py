@@ -89,7 +89,7 @@ class Queries:
         here, coming = self._store.promoter.prefetch(namespace, ids)
         sources = self._store.promoter.sources(set(ids))
         done = {"host": {"present": here}}
-        done |= {lower.name: {"coming": sources[lower.name]} for lower in self._store.below}
+        done |= {lower.name: {"coming": sources[lower.name]} for lower in self._store.sources}
         return reply(request, Done(namespace.id.hex(), len(ids), done, {"absent": len(ids) - here - coming}))
 
     async def pin(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:

@@ -1,10 +1,10 @@
 """Metrics in Prometheus' format. The only ``import prometheus_client``.
 
 Owns the counts of HTTP requests; all else is read from the store, the tiers and the sessions when it is asked for, so
-nothing is counted twice. Called by the people's door on the event loop. Imports ``sessions`` and ``store``.
+nothing is counted twice. Called by the people's door on the event loop. Imports ``gpus``, ``sessions`` and ``store``.
 
 Every series is there from the start, at zero. Labels are tiers, reasons, routes and kinds of status: a fixed number of
-values each, and never a key, a namespace or a token.
+values each, and never a key, a namespace or a token; and the UUIDs of this node's GPUs.
 """
 
 import bisect
@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from terracekv.daemon.config import version
+from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.store import Store
 from terracekv.tiers.tier import TierStatus
@@ -104,14 +105,39 @@ CODEC_GAUGES = {
 }
 """Details of the tiers that have a codec."""
 
+GPU_MOVES = {
+    "promoted": "Hot blocks copied to the GPU.",
+    "failed": "Hot blocks whose copy to the GPU failed.",
+    "over_share": "Hot blocks left out because the share of the bus was used up.",
+    "over_queue": "Hot blocks left out because the queue was full.",
+}
+"""Fields of ``Moves``."""
+TRANSPORTS = ("arena", "ipc")
+GPU_STATES = ("off", "no_gpu", "no_room", "copy", "ipc")
+GPU_READINGS = {
+    "memory_used_bytes": ("memory_used_bytes", "Bytes of the GPU's memory in use, whoever uses them."),
+    "memory_total_bytes": ("memory_total_bytes", "Bytes of the GPU's memory."),
+    "utilisation_percent": ("utilisation_percent", "Part of the time in which a kernel ran."),
+    "temperature_c": ("temperature_celsius", "Temperature of the GPU."),
+    "pcie_generation": ("pcie_generation", "Present generation of the GPU's link."),
+    "pcie_width": ("pcie_lanes", "Present lanes of the GPU's link."),
+    "pcie_rx_bytes_per_s": ("pcie_rx_bytes_per_second", "Bytes over the link to the GPU."),
+    "pcie_tx_bytes_per_s": ("pcie_tx_bytes_per_second", "Bytes over the link from the GPU."),
+}
+"""Readings of NVML, and the metrics that show them; a reading that is null has no sample, and its reason is in the
+status."""
+
 
 class Metrics(Collector):
     """``routes`` are all ``(method, path template)`` pairs that can be observed."""
 
-    def __init__(self, store: Store, sessions: Sessions, routes: Iterable[tuple[str, str]], started: float) -> None:
+    def __init__(
+        self, store: Store, sessions: Sessions, routes: Iterable[tuple[str, str]], started: float, gpus: Gpus
+    ) -> None:
         self._store = store
         self._sessions = sessions
         self._started = started
+        self._gpus = gpus
         self._requests = {
             (method, path, kind): 0 for method, path in (*routes, ("", UNMATCHED)) for kind in STATUS_KINDS
         }
@@ -143,6 +169,7 @@ class Metrics(Collector):
         yield info
         yield from self._store_metrics()
         yield from self._tier_metrics()
+        yield from self._gpu_metrics()
         yield from self._http_metrics()
 
     def _store_metrics(self) -> Iterator[Metric]:
@@ -195,13 +222,38 @@ class Metrics(Collector):
         yield from self._flows()
         yield from self._bandwidth()
 
+    def _gpu_metrics(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily(P + "gpu_tier_state", "What became of the gpu tier; 1 for one.", labels=["state"])
+        for name in GPU_STATES:
+            state.add_metric([name], float(self._gpus.state == name))
+        yield state
+        sessions = self._sessions.open.values()
+        by_transport = GaugeMetricFamily(
+            P + "session_transports", "Engines by how blocks reach them.", labels=["transport"]
+        )
+        for transport in TRANSPORTS:
+            by_transport.add_metric([transport], sum(session.transport == transport for session in sessions))
+        yield by_transport
+        on_gpus = sum(session.gpu != "" and not session.near and session.shard is not None for session in sessions)
+        yield _gauge("session_transport_downgrades", "Engines on a GPU that cannot read the gpu tier.", on_gpus)
+        for field, (name, documentation) in GPU_READINGS.items():
+            family = GaugeMetricFamily(f"{P}gpu_{name}", documentation, labels=["gpu"])
+            for gpu in self._gpus.survey.gpus:
+                if (value := gpu.readings[field]) is not None:
+                    family.add_metric([gpu.uuid], float(value))
+            yield family
+        if (near := self._store.near) is not None:
+            for field, documentation in GPU_MOVES.items():
+                value = getattr(near.hot.moves, field)
+                yield CounterMetricFamily(f"{P}gpu_{field}_blocks", documentation, value=value)
+
     def _flows(self) -> Iterator[Metric]:
         below = self._store.below
         for field, documentation in FLOWS.items():
             family = CounterMetricFamily(
                 P + "tier_" + NAMES.get(field, f"{field}_blocks"), documentation, labels=["tier"]
             )
-            for lower in below:
+            for lower in self._store.sources:
                 family.add_metric([lower.name], getattr(lower.flow, field))
             yield family
         queue = GaugeMetricFamily(P + "tier_write_queue_bytes", "Bytes that wait for the tier.", labels=["tier"])

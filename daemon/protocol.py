@@ -5,6 +5,8 @@ Imports msgspec and ``tiers.block``: an engine loads this module.
 
 A frame is ``u32le length || msgpack``. A connection is a session. Keys travel concatenated (32 bytes each), never as
 tokens. ``id`` is chosen by the client and comes back in the answer; deadlines are milliseconds from receipt.
+A message grows at its end only, by fields that may be missing: so engines and daemons of one version understand each
+other, whichever is newer.
 """
 
 import hashlib
@@ -113,6 +115,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     """First message of a session. ``shard`` is None for a scheduler, which leases blocks whole and copies nothing.
 
     ``credential`` names the tenant; the daemon derives the namespace's salt from it. ``pid`` is for people only.
+    ``gpu`` is the UUID of the GPU that the engine's KV is on, empty without one.
     """
 
     version: int
@@ -127,6 +130,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     pid: int
     credential: bytes = b""
     engine: str = ""
+    gpu: str = ""
 
 
 class Lookup(msgspec.Struct, tag="lookup", array_like=True):
@@ -136,11 +140,13 @@ class Lookup(msgspec.Struct, tag="lookup", array_like=True):
 
 
 class Acquire(msgspec.Struct, tag="acquire", array_like=True):
-    """Lease blocks; those below host are brought up and answered by Ready or Failed before the deadline."""
+    """Lease blocks; those below host are brought up and answered by Ready or Failed before the deadline. With ``gpu``
+    the slots may be of the GPU's memory, once the engine has said that it has that open."""
 
     id: int
     keys: bytes
     deadline_ms: int
+    gpu: bool = False
 
 
 class Release(msgspec.Struct, tag="release", array_like=True):
@@ -186,13 +192,29 @@ class Pin(msgspec.Struct, tag="pin", array_like=True):
     ttl_ms: int
 
 
-Request = Hello | Lookup | Acquire | Release | Reserve | Commit | Abort | Prefetch | Pin
+class Opened(msgspec.Struct, tag="opened", array_like=True):
+    """The engine tried to open the memory that Welcome offered: ``why`` it cannot, None when it has it open. Sent only
+    after such an offer; not answered."""
+
+    why: str | None = None
+
+
+Request = Hello | Lookup | Acquire | Release | Reserve | Commit | Abort | Prefetch | Pin | Opened
+
+
+class GpuMemory(msgspec.Struct, frozen=True, array_like=True):
+    """The gpu tier's allocation: the GPU's UUID, CUDA's IPC handle, and the bytes that slots may lie in."""
+
+    uuid: str
+    handle: bytes
+    size_bytes: int
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The session is open. The client maps ``arena`` for reading and writing and ``slots`` (the slot table) for
     reading, and holds a shared lock on byte ``lock_byte`` of ``slots`` for as long as it may write: see
-    ``connector/arena.py``. Sizes in bytes."""
+    ``connector/arena.py``. ``gpu`` is offered to an engine on the GPU that has the gpu tier; else ``no_gpu`` says why
+    not. Sizes in bytes."""
 
     session: int
     namespace_id: bytes
@@ -203,6 +225,8 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     slots: str
     slots_bytes: int
     lock_byte: int
+    gpu: GpuMemory | None = None
+    no_gpu: str | None = None
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
@@ -214,11 +238,15 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
     """A place in the arena: ``offset`` of the payload, ``record`` of its entry in the slot table, and the
-    ``generation`` that the entry must still show after a copy for the copied bytes to mean anything."""
+    ``generation`` that the entry must still show after a copy for the copied bytes to mean anything.
+
+    With ``gpu`` it is a place in the GPU's memory: ``block_bytes`` bytes at ``offset`` of the allocation that Welcome
+    offered. It holds them until the lease ends, and means nothing once the session does."""
 
     offset: int
     record: int
     generation: int
+    gpu: bool = False
 
 
 class Found(msgspec.Struct, tag="found", array_like=True):

@@ -1,6 +1,7 @@
 """Opening what an earlier daemon left, in an order in which each step stands on the one before.
 
-Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, ``config_s3`` and ``sessions``.
+Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, ``config_s3``,
+``gpus`` and ``sessions``.
 """
 
 import logging
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING
 
 from terracekv.daemon.config import Config
 from terracekv.daemon.config_s3 import settings_of
+from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.sessions import read_secret
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.errors import ConfigError
+from terracekv.tiers.errors import ConfigError, NoGpu, NoRoom
 from terracekv.tiers.folder import claim
+from terracekv.tiers.gpu import open_gpu
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.numa import choose
+from terracekv.tiers.nvml import Nvml
 from terracekv.tiers.slots import SlotTable, table_fits
 
 if TYPE_CHECKING:
@@ -38,10 +42,14 @@ class Tiers:
     host: HostTier
     disk: DiskTier | None
     secret: bytes
+    gpus: Gpus
     s3: "S3Tier | None" = None
 
     def close(self) -> None:
         """Leave all of it adoptable."""
+        self.gpus.close()
+        if self.gpus.tier is not None:
+            self.gpus.tier.close()
         if self.s3 is not None:
             self.s3.close()
         if self.disk is not None:
@@ -101,10 +109,37 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
                 free_floor_bytes=config.disk.free_floor,
             )
         s3 = _open_s3(config, namespaces) if config.s3.enabled else None
-        return Tiers(state_lock, namespaces, arena, table, host, disk, secret, s3)
+        gpus = _open_gpu(config, arena, slab, namespaces) if config.gpu.enabled else Gpus()
+        return Tiers(state_lock, namespaces, arena, table, host, disk, secret, gpus, s3)
     except BaseException:
         arena.close()
         raise
+
+
+def _open_gpu(config: Config, arena: Arena, slab_bytes: int, namespaces: Namespaces) -> Gpus:
+    """Without a GPU the daemon serves from its other tiers, and says why; under ``gpu.strict`` it does not start."""
+    wanted, nvml = config.gpu, Nvml()
+    try:
+        tier = open_gpu(
+            wanted.device,
+            size_bytes=wanted.size,
+            slab_bytes=slab_bytes,
+            slots=config.daemon.runtime_dir / "gpu-slots",
+            arena=arena.view,
+            namespaces=namespaces,
+        )
+    except (NoGpu, NoRoom) as error:
+        if wanted.strict:
+            raise
+        log.warning("no gpu tier, blocks are served from host: %s", error)
+        return Gpus(None, state=error.kind, reason=str(error), nvml=nvml, strict=wanted.strict)
+    gpus = Gpus(tier, nvml=nvml, strict=wanted.strict)
+    if gpus.reason is not None and wanted.strict:
+        tier.close()
+        raise NoGpu(gpus.reason, "gpu.strict is true: set it to false to serve such engines from host")
+    if gpus.reason is not None:
+        log.warning("engines cannot share the gpu tier and are served from host: %s", gpus.reason)
+    return gpus
 
 
 def _open_s3(config: Config, namespaces: Namespaces) -> "S3Tier":

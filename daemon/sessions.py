@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,11 +56,13 @@ def tenant_salt(secret: bytes, credential: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The right to read slots. ``slots`` grows as blocks come up; ``pending`` are still on their way."""
+    """The right to read slots. ``slots`` of host grows as blocks come up; ``pending`` are still on their way; ``near``
+    are slots of the gpu tier."""
 
     namespace: Namespace
     ids: list[bytes]
     slots: dict[int, Slot] = field(default_factory=dict)
+    near: dict[int, Slot] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
     over: bool = False
 
@@ -82,10 +85,26 @@ class Session:
     shard: int | None
     pid: int
     engine: str
+    gpu: str = ""
+    """The GPU on which the engine's KV is, as far as it told; "" for none."""
+    near: bool = False
+    """Whether the engine has the gpu tier's memory open."""
+    not_near: str | None = None
+    """Why it has not, where it has a GPU."""
     since: float = field(default_factory=time.time)
     leases: dict[int, Lease] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     handles: int = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether it writes, or reads memory that ends with the daemon."""
+        return bool(self.reservations) or any(lease.near for lease in self.leases.values())
+
+    @property
+    def transport(self) -> str:
+        """How blocks reach the engine: ``ipc`` where it reads the gpu tier by itself, beside the ``arena``."""
+        return "ipc" if self.near else "arena"
 
     @property
     def ids_per_key(self) -> int:
@@ -123,9 +142,15 @@ class Sessions:
         self._store.host.reap()
 
     def acquire(
-        self, session: Session, keys: Sequence[bytes], arrived: Callable[[int, int, Slot | Outcome], None]
+        self,
+        session: Session,
+        keys: Sequence[bytes],
+        arrived: Callable[[int, int, Slot | Outcome], None],
+        *,
+        near: bool = False,
     ) -> tuple[int, Lease]:
-        """Lease the leading run of ``keys``, of which a scheduler gets whole blocks only.
+        """Lease the leading run of ``keys``, of which a scheduler gets whole blocks only. With ``near``, blocks in the
+        gpu tier are leased there, if the session has it open.
 
         ``arrived(lease, index, slot or outcome)`` comes later, once for each pending index, as long as the lease
         lasts. Indices count the ids of the lease, not the keys."""
@@ -143,8 +168,11 @@ class Sessions:
             arrived(handle, index, result)
             return True
 
-        slots, pending = self._store.acquire(namespace, lease.ids, came)
-        leading = sum(slot is not None for slot in slots) + len(pending)
+        if near and session.near and session.shard is not None and self._store.near is not None:
+            slots, pending, lease.near = self._store.acquire_near(namespace, lease.ids, came)
+        else:
+            slots, pending = self._store.acquire(namespace, lease.ids, came)
+        leading = sum(slot is not None for slot in slots) + len(pending) + len(lease.near)
         end = leading // session.ids_per_key * session.ids_per_key
         self._store.host.release([slot for slot in slots[end:] if slot is not None])
         lease.slots = {index: slot for index, slot in enumerate(slots[:end]) if slot is not None}
@@ -165,6 +193,8 @@ class Sessions:
             return False
         lease.over = True
         self._store.host.release(list(lease.slots.values()))
+        if self._store.near is not None:
+            self._store.near.release(list(lease.near.values()))
         return True
 
     def reserve(self, session: Session, keys: Sequence[bytes]) -> tuple[int, list[Slot | Outcome]]:
@@ -213,7 +243,7 @@ class Sessions:
         return True
 
     def check(self) -> None:
-        """Leases held by sessions, pins and the daemon's own work add up to those of the host tier.
+        """Leases held by sessions, pins and the daemon's own work add up to those of the host and the gpu tier.
 
         Meant for an idle daemon: a promotion or a write under way holds a lease of its own.
         """
@@ -222,6 +252,9 @@ class Sessions:
         for slot in leased + self._store.pins.leases():
             held[slot.record] = held.get(slot.record, 0) + 1
         assert held == self._store.host.leases(), "leases of the sessions are not those of the host tier"
+        near = self._store.near.gpu.leases() if self._store.near is not None else {}
+        leased = [slot for s in self.open.values() for lease in s.leases.values() for slot in lease.near.values()]
+        assert Counter(slot.record for slot in leased) == near, "leases of the sessions are not those of the gpu tier"
 
     def current(self, session: Session) -> Namespace:
         """The namespace as it is now: a flush gives it another epoch."""

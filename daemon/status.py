@@ -13,7 +13,9 @@ from typing import Any
 from terracekv.daemon.below import Lower
 from terracekv.daemon.config import Config, describe, version
 from terracekv.daemon.distant import Distant
+from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.mover import Meter
+from terracekv.daemon.near import Near
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import HOST_BYTES_PER_S, Store
 from terracekv.tiers.tier import TierStatus
@@ -28,6 +30,7 @@ def status_document(
     loop_lag_s: float,
     not_ready: list[str],
     requests: int,
+    gpus: Gpus,
 ) -> dict[str, Any]:
     """All of it. ``started`` is of ``time.monotonic``; ``requests`` are those under way over HTTP."""
     return {
@@ -48,6 +51,9 @@ def status_document(
         "pins": {"blocks": len(store.pins), "bytes": store.pins.bytes, "bytes_max": store.pins.bytes_max},
         "events": {"last": store.events.last, "listeners": store.events.listeners},
         "namespaces": namespaces_document(store),
+        "gpu_tier": {"state": gpus.state, "reason": gpus.reason},
+        "gpus": [{"uuid": gpu.uuid, **gpu.readings, "reasons": gpu.reasons} for gpu in gpus.survey.gpus],
+        "gpus_reason": gpus.survey.reason,
         "sessions": [_session(session) for session in sessions.open.values()],
         "config": describe(config),
     }
@@ -75,9 +81,11 @@ def namespaces_document(store: Store) -> list[dict[str, Any]]:
 def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
     details: dict[str, Any] = dict(status.details)
     through = next((through for through in store.through if through.lower.name == name), None)
-    lower = through.lower if through is not None else None
+    lower = next((lower for lower in store.sources if lower.name == name), None)
     if isinstance(lower, Distant):
         details |= lower.report()
+    if isinstance(lower, Near):
+        details |= asdict(lower.hot.moves)
     shown: dict[str, Any] = {
         "mode": status.mode,
         "capacity_bytes": status.capacity_bytes,
@@ -85,7 +93,7 @@ def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
         "blocks": status.blocks,
         "leased_blocks": details.pop("leased_blocks", 0),
         "reserved_blocks": details.pop("reserved_blocks", 0),
-        "in_flight_blocks": through.blocks_under_way if through else store.promoter.coming,
+        "in_flight_blocks": through.blocks_under_way if through else 0 if lower else store.promoter.coming,
         "in_flight_bytes": lower.mover.queue_bytes if lower else 0,
         "in_flight_bytes_max": lower.mover.queue_bytes_max if lower else 0,
         "counters": asdict(status.counters),
@@ -119,8 +127,11 @@ def _session(session: Session) -> dict[str, Any]:
         "namespace_id": session.namespace.id.hex(),
         "model": session.namespace.model,
         "shard": session.shard,
+        "gpu": session.gpu or None,
+        "transport": session.transport,
+        "transport_reason": session.not_near,
         "leases": len(session.leases),
-        "leased_blocks": sum(len(lease.slots) for lease in session.leases.values()),
+        "leased_blocks": sum(len(lease.slots) + len(lease.near) for lease in session.leases.values()),
         "pending_blocks": sum(len(lease.pending) for lease in session.leases.values()),
         "reservations": len(session.reservations),
         "reserved_blocks": sum(len(reservation.slots) for reservation in session.reservations.values()),

@@ -15,6 +15,7 @@ from terracekv.daemon.distant import Distant
 from terracekv.daemon.events import Events
 from terracekv.daemon.forgetting import Flushed, Forgetting
 from terracekv.daemon.mover import Mover
+from terracekv.daemon.near import Near
 from terracekv.daemon.pins import SHARE, Pins
 from terracekv.daemon.promotion import Arrived, Promoter
 from terracekv.daemon.stats import Stats
@@ -54,7 +55,7 @@ class Found:
 
 class Store:
     """``admission`` decides what of host is written through to disk: see ``WriteThrough``. ``far`` is the lowest tier,
-    behind a network."""
+    behind a network; ``near`` the one above host, on a GPU."""
 
     def __init__(
         self,
@@ -65,26 +66,30 @@ class Store:
         mover: Mover,
         admission: str,
         far: Distant | None = None,
+        near: Near | None = None,
     ) -> None:
         self.namespaces = namespaces
         self.host = host
         self.disk = disk
         self.far = far
+        self.near = near
         self.mover = mover
         self.below: list[Lower] = []
         if disk is not None:
             self.below.append(Lower(disk, mover, admission=admission, bytes_per_s=DISK_BYTES_PER_S))
         if far is not None:
             self.below.append(far)
+        self.sources = [near, *self.below] if near is not None else self.below
+        """The tiers that host reads from, the quickest first."""
         self.events = Events()
         self.stats = Stats()
-        for lower in self.below:
+        for lower in self.sources:
             self.stats.matched.setdefault(lower.name, 0)
             self.stats.loaded.setdefault(lower.name, 0)
         self.promoter = Promoter(
             namespaces=namespaces,
             host=host,
-            below=self.below,
+            below=self.sources,
             mover=mover,
             stats=self.stats,
             promoted=self._promoted,
@@ -98,6 +103,7 @@ class Store:
             namespaces=namespaces,
             host=host,
             below=self.below,
+            near=near,
             mover=mover,
             promoter=self.promoter,
             through=self.through,
@@ -106,11 +112,16 @@ class Store:
         )
         self._evicted = Ghosts(GHOSTS)
         host.on_evict = self._left_host
+        if near is not None:
+            near.below = self.below
+            near.hot.promoted = lambda namespace, id: self._emit("stored", namespace, [id], tier="gpu")
+            near.gpu.on_evict = lambda ns, ids, why: self._emit("removed", ns, ids, tier="gpu", reason=why)
 
     @property
     def tiers(self) -> dict[str, Tier]:
         """Configured tiers by name, from the top down."""
-        return {"host": self.host} | {lower.name: lower.tier for lower in self.below}
+        upper: dict[str, Tier] = {self.near.name: self.near.tier} if self.near is not None else {}
+        return upper | {"host": self.host} | {lower.name: lower.tier for lower in self.below}
 
     def holder(self, namespace: Namespace, id: bytes) -> str | None:
         """The uppermost tier that is known to have a block. Does not count as a use of it."""
@@ -160,7 +171,7 @@ class Store:
         """Ask about the first of ``ids`` of which nothing is known, and those after it; None when all is known."""
         if self.far is None:
             return None
-        rest = [ids[index] for index in self.host.absent(namespace, ids)]
+        rest = [ids[index] for index in self._absent(namespace, ids)]
         known = len(places(self.below, namespace, rest, self.promoter))
         return self.far.ask(namespace, rest[known:])
 
@@ -175,7 +186,7 @@ class Store:
         """What is known, and the ids from the first one on of which nothing is."""
         shards = max(1, namespace.shards)
         ids = [block_id(key, shard) for key in keys for shard in range(shards)]
-        absent = self.host.absent(namespace, ids)
+        absent = self._absent(namespace, ids)
         rest = [ids[index] for index in absent]
         where = places(self.below, namespace, rest) if rest else []
         unknown, reason = rest[len(where) :], None
@@ -189,6 +200,11 @@ class Store:
 
         blocks = end(len(where))
         per_tier, lowest = {"host": end(0)}, dict[int, str]()
+        if self.near is not None:
+            off_gpu = self.near.gpu.absent(namespace, ids)
+            leading = off_gpu[0] // shards if off_gpu else len(keys)
+            per_tier = {self.near.name: leading} | per_tier
+            lowest = dict.fromkeys(set(range(blocks)) - {index // shards for index in off_gpu}, self.near.name)
         load_ms = blocks * shards * namespace.block_bytes / HOST_BYTES_PER_S * 1e3
         for depth, lower in enumerate(self.below):
             deeper = self.below[depth + 1 :]
@@ -230,6 +246,16 @@ class Store:
             self.far.used.add(namespace.id)
             self.far.redate(namespace, ids[: sum(slot is not None for slot in slots) + len(pending)])
         return slots, pending
+
+    def acquire_near(
+        self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
+    ) -> tuple[list[Slot | None], list[int], dict[int, Slot]]:
+        """The same for a reader that has the gpu tier open: see ``Near.acquire``."""
+        assert self.near is not None
+        slots, pending, on_gpu = self.near.acquire(namespace, ids, arrived, self.acquire)
+        self.stats.loaded[self.near.name] += len(on_gpu)
+        self._touched(namespace, [ids[index] for index in on_gpu])
+        return slots, pending, on_gpu
 
     def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
         """Slots to write for what is not in host: see ``HostTier.reserve``."""
@@ -309,13 +335,21 @@ class Store:
         for tier in self.tiers.values():
             tier.check()
 
+    def _absent(self, namespace: Namespace, ids: Sequence[bytes]) -> list[int]:
+        """Indices of the ``ids`` that are neither in host nor above it."""
+        absent = self.host.absent(namespace, ids)
+        if self.near is None or not absent:
+            return absent
+        gone = self.near.gpu.absent(namespace, [ids[index] for index in absent])
+        return [absent[at] for at in gone]
+
     def _is_durable(self, namespace: Namespace, id: bytes) -> bool:
         return bool(self.below) and self.below[-1].has(namespace, id)
 
     def _promoted(self, namespace: Namespace, id: bytes, source: Lower) -> None:
-        """A block came up into host: tiers on its way that have not got it may want it."""
+        """A block came into host: tiers on its way, or below when it came from above, may want it."""
         self._emit("stored", namespace, [id], tier="host")
-        for through in self.through[: self.below.index(source)]:
+        for through in self.through[: self.below.index(source) if source in self.below else None]:
             through.committed(namespace, [id], False)
 
     def _touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:

@@ -5,9 +5,10 @@ connector (or the bench) once the engine's KV exists; called from any thread, on
 ``cuda``, ``parts``, ``pool`` and ``runs``.
 
 Who waits for whom. ``after`` is the engine's stream: nothing of a call touches its pages before what that stream was
-given until then is done (the KV is written; what used to be in the pages is read). ``Batch.hold`` makes a stream wait
-until the pages are the engine's again. ``Batch.wait`` waits here until a block is whole where it goes: only then may a
-slot be committed, checked or released. Between the streams:
+given until then is done (the KV is written; what used to be in the pages is read). Where copies begin in another thread
+than the engine's, that stream has been given more by then: it is an ``Event``, recorded when the pages were due.
+``Batch.hold`` makes a stream wait until the pages are the engine's again. ``Batch.wait`` waits here until a block is
+whole where it goes: only then may a slot be committed, checked or released. Between the streams:
 
 =========  =====================================================  ==================================================
 strategy   gather                                                 scatter
@@ -55,6 +56,16 @@ class HostMemory(Protocol):
 
     def covers(self, address: int, size: int) -> bool: ...
     def spans(self, address: int, size: int) -> list[tuple[int, int]]: ...
+
+
+class Event(NamedTuple):
+    """An event of CUDA, recorded by the engine in its own stream; the copies come after it."""
+
+    handle: int
+
+
+After = int | Event
+"""What copies wait for: all that a stream was given until now, or an event."""
 
 
 class Choice(NamedTuple):
@@ -162,18 +173,18 @@ class Transfer:
         self._turn = 0
 
     def gather(
-        self, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: int, strategy: Strategy | None = None
+        self, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: After, strategy: Strategy | None = None
     ) -> Batch:
         """Copy block i, which is in pages ``blocks[i]``, to address ``slots[i]``. Returns before it has happened."""
         return self._start(True, blocks, slots, after, strategy or self.choice.gather)
 
     def scatter(
-        self, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: int, strategy: Strategy | None = None
+        self, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: After, strategy: Strategy | None = None
     ) -> Batch:
         """Copy ``slots[i]`` out to pages ``blocks[i]``. Returns before it has happened."""
         return self._start(False, blocks, slots, after, strategy or self.choice.scatter)
 
-    def scatter_from_device(self, blocks: Sequence[Sequence[int]], sources: Sequence[int], after: int) -> Batch:
+    def scatter_from_device(self, blocks: Sequence[Sequence[int]], sources: Sequence[int], after: After) -> Batch:
         """The same where the payloads are in this GPU's memory already: at memory speed, the bus is not touched."""
         return self._start(False, blocks, sources, after, None)
 
@@ -193,7 +204,7 @@ class Transfer:
         gather: bool,
         blocks: Sequence[Sequence[int]],
         slots: Sequence[int],
-        after: int,
+        after: After,
         strategy: Strategy | None,
     ) -> Batch:
         """``strategy`` None: slots are device memory."""
@@ -224,7 +235,7 @@ class Transfer:
             return batch
 
     def _staged(
-        self, gather: bool, batch: Batch, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: int
+        self, gather: bool, batch: Batch, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: After
     ) -> None:
         kernels, bus = self._kernels, self._bus
         parts = self._cut.parts(len(blocks))
@@ -257,7 +268,7 @@ class Transfer:
         batch: Batch,
         blocks: Sequence[Sequence[int]],
         slots: Sequence[int],
-        after: int,
+        after: After,
         *,
         over_bus: bool,
     ) -> None:
@@ -271,7 +282,7 @@ class Transfer:
         batch.pages = self._pool.mark(self._kernels.ptr)
 
     def _batched(
-        self, gather: bool, batch: Batch, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: int
+        self, gather: bool, batch: Batch, blocks: Sequence[Sequence[int]], slots: Sequence[int], after: After
     ) -> None:
         self._order(after, self._bus.ptr)
         for block, (pages, slot) in enumerate(zip(blocks, slots, strict=True)):
@@ -290,8 +301,11 @@ class Transfer:
 
     # Its steps.
 
-    def _order(self, before: int, after: int) -> None:
-        """What stream ``after`` is given from now on comes after all that ``before`` was given until now."""
+    def _order(self, before: After, after: int) -> None:
+        """What stream ``after`` is given from now on comes after all that ``before`` was given until now, or is."""
+        if isinstance(before, Event):
+            self.device.wait(after, before.handle)
+            return
         event = self._pool.mark(before)
         self.device.wait(after, event)
         self._pool.give_back(event)  # recorded anew it is another moment; who waits already waits for this one

@@ -69,6 +69,7 @@ class Daemon:
         folders = {"daemon.runtime_dir": str(runtime), "daemon.state_dir": str(state / "state")}
         self.settings = SETTINGS | folders | {key.replace("__", "."): value for key, value in settings.items()}
         self.log = state / "daemon.log"
+        self.program = ["-m", "terracekv.daemon"]
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -110,7 +111,7 @@ class Daemon:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TERRACEKV_")}
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "terracekv.daemon", *flags],
+                [sys.executable, *self.program, *flags],
                 cwd=self.state,
                 env=kept | {"TERRACEKV_FAILPOINTS": self.failpoints},
                 stdin=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ import pytest
 import uvloop
 
 from terracekv.daemon.config import Config, load_config
+from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.sessions import Sessions
@@ -99,6 +100,7 @@ async def people(
     slab_bytes: int = 1 << 20,
     disk_bytes: int | None = None,
     admission: str = "all",
+    gpus: Gpus | None = None,
     **values: str,
 ) -> AsyncIterator[People]:
     """``disk_bytes`` 0 is no disk tier; ``values`` are settings, as ``daemon_http="127.0.0.1:0"``."""
@@ -124,7 +126,7 @@ async def people(
     sessions = Sessions(store)
     door = None
     try:
-        door = HttpDoor(store=store, sessions=sessions, config=config, started=time.monotonic())
+        door = HttpDoor(store=store, sessions=sessions, config=config, started=time.monotonic(), gpus=gpus)
         await door.listen()
         connector = aiohttp.UnixConnector(str(door.path), limit=0)
         async with aiohttp.ClientSession("http://localhost", connector=connector) as client:

@@ -15,17 +15,22 @@ import pytest
 
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.mover import Mover
+from terracekv.daemon.near import Near
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import Store
 from terracekv.tests.blocks import name, payload_of
 from terracekv.tests.harness import until
 from terracekv.tests.hosts import Host
+from terracekv.tests.kernels.fake_cupy import FakeCupy
+from terracekv.tests.kernels.gpus import device_on
 from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.gpu import GpuTier
+from terracekv.tiers.heat import BusShare, Heat
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.s3_settings import S3Settings
-from terracekv.tiers.slots import Slot
+from terracekv.tiers.slots import Slot, SlotTable
 from terracekv.tiers.tier import PAGE, Outcome
 
 HELD_S = 30.0
@@ -74,6 +79,7 @@ class World:
         self.disk = HeldDisk(folder / "disk", self.host) if options.get("disk", True) else None
         self.mover = Mover(threads=options.get("threads", 3), queue_bytes=options.get("queue_bytes", 1 << 20))
         self.far = self._open_far(options["s3"], options) if "s3" in options else None
+        self.near = self._open_near(folder, options["gpu"], options) if "gpu" in options else None
         self.store = Store(
             namespaces=self.host.namespaces,
             host=self.host,
@@ -81,8 +87,23 @@ class World:
             mover=self.mover,
             admission=options.get("admission", "all"),
             far=self.far,
+            near=self.near,
         )
         self.sessions = Sessions(self.store)
+
+    def _open_near(self, folder: Path, fake: FakeCupy, options: dict[str, Any]) -> Near:
+        """Memory of a fake GPU above host: blocks go up when they are used a second time."""
+        size = options.get("gpu_slots", 4) * PAGE
+        table = SlotTable(folder / "gpu-slots", arena_bytes=size, slab_bytes=size, adopt=False)
+        gpu = GpuTier(device_on(fake), table, self.host.namespaces, size_bytes=size)
+        return Near(
+            gpu,
+            namespaces=self.host.namespaces,
+            host=self.host,
+            mover=self.mover,
+            heat=Heat(uses=2, window_s=60.0),
+            share=BusShare(1.0, 60.0),
+        )
 
     def _open_far(self, settings: S3Settings, options: dict[str, Any]) -> Distant:
         """The bucket below all else; tests that have none need none of its libraries."""
@@ -102,6 +123,12 @@ class World:
     def session(self, shard: int | None = 0) -> Session:
         number = self.host.table.next_session()
         return self.sessions.start(number, self.namespace, shard, 0, "test")
+
+    def session_on_gpu(self, shard: int | None = 0) -> Session:
+        """Of an engine that has the gpu tier's memory open."""
+        session = self.session(shard)
+        session.near = True
+        return session
 
     def fill(self, slots: Sequence[Slot | Outcome | None], ids: Sequence[bytes]) -> None:
         """Write what an engine would write."""
@@ -163,6 +190,8 @@ class World:
         self.mover.close()
         if self.disk is not None:
             self.disk.close()
+        if self.near is not None:
+            self.near.gpu.close()
         self.host.close()
 
 

@@ -328,7 +328,7 @@ def test_doctor_on_a_machine_without_a_daemon_finds_nothing_wrong_and_says_what_
     for part in (
         "Python",
         "lmdb",
-        "the gpu tier is not in this version",
+        "gpu.enabled is false",
         "tmpfs",
         "MemAvailable",
         "none runs here",

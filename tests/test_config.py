@@ -343,3 +343,20 @@ def test_an_endpoint_with_a_password_is_refused_without_repeating_it(enabled: st
         load_config(None, flags, {})
     assert "s3.credentials_file" in caught.value.hint and "localhost:8333" in caught.value.message
     assert "pass" not in caught.value.message.replace("or password in it", "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("gpu.size", "0", "gpu.size is 0"),
+        ("gpu.device", "MIG-1234", "a slice of a GPU"),
+        ("gpu.bus_share", "0", "gpu.bus_share"),
+        ("gpu.bus_share", "1.5", "gpu.bus_share"),
+        ("gpu.uses", "0", "gpu.uses"),
+        ("gpu.window", "0", "gpu.window"),
+        ("gpu.strict", "perhaps", "gpu.strict"),
+    ],
+)
+def test_what_no_gpu_can_give_is_refused_by_name(key: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(None, {"gpu.enabled": "true", key: value}, {"HOME": "/home/me"})

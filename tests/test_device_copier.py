@@ -213,7 +213,7 @@ def test_a_prompt_in_the_gpu_tier_is_loaded_by_another_process_past_the_bus(tmp_
             engines.calls.clear()
             for index, slot in enumerate(slots):
                 assert slot is not None
-                blocks.scatter_shared(index, shared, slot.offset)
+                blocks.fetch(index, shared, slot.offset)
             blocks.settle(COUNT - 1)
             tier.release([slot for slot in slots if slot is not None])
             found = [engine.payload(of_block) for of_block in pages]
@@ -221,7 +221,7 @@ def test_a_prompt_in_the_gpu_tier_is_loaded_by_another_process_past_the_bus(tmp_
             sizes = [call[3] for call in engines.calls if call[0] == "memcpyAsync"]
             assert max(sizes) < engine.block_bytes, "only lists of pages cross the bus"
             with pytest.raises(ValueError, match="not inside"):
-                blocks.scatter_shared(0, shared, SLAB_BYTES - 8)
+                blocks.fetch(0, shared, SLAB_BYTES - 8)
 
 
 def test_a_copier_measures_which_way_is_faster_unless_told_not_to() -> None:

@@ -32,6 +32,7 @@ LIBRARIES = {
     "msgspec": {
         "connector/connection.py",
         "daemon/config.py",
+        "daemon/config_gpu.py",
         "daemon/config_s3.py",
         "daemon/doctor_trial.py",
         "daemon/engine_door.py",
@@ -283,3 +284,19 @@ def test_command_line_is_light() -> None:
     """``terracekv status`` is typed often: it starts without the daemon's libraries and without tables."""
     heavy = {"aiohttp", "asyncio", "lmdb", "numpy", "prometheus_client", "rich", "torch", "uvloop"}
     assert not heavy & loaded_by("import terracekv.daemon.cli")
+
+
+@pytest.mark.fault(73)
+def test_a_daemon_without_a_gpu_tier_loads_neither_cuda_nor_nvml(shm_dir: Path, tmp_path: Path) -> None:
+    """All tiers opened, in a clean interpreter; with the tier asked for, what it needs is looked for."""
+    code = f"""
+from terracekv.daemon.config import load_config, resolve, survey
+from terracekv.daemon.recovery import open_tiers
+flags = {{"daemon.runtime_dir": {str(shm_dir)!r}, "daemon.state_dir": {str(tmp_path)!r}, "host.size": "4MiB"}}
+config = load_config(None, flags | {{"disk.size": "32MiB", "disk.segment": "1MiB", "disk.free_floor": "0"}}, {{}})
+import terracekv.daemon.__main__
+tiers = open_tiers(resolve(config, survey(config)))
+assert tiers.gpus.state == "off"
+tiers.close()
+"""
+    assert not {"cupy", "pynvml", "torch"} & loaded_by(code)

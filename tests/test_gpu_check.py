@@ -10,8 +10,11 @@ import pytest
 from terracekv.bench import gpu_check, gpu_copy, gpu_daemon
 from terracekv.bench.gpu_paged import Geometry
 from terracekv.kernels import cuda, pinned
+from terracekv.tests.gpu_daemon import gpu_daemon as daemon_on_fake
+from terracekv.tests.harness import Daemon
 from terracekv.tests.kernels.emulated import COMPILER, WITHOUT, launch
 from terracekv.tests.kernels.fake_cupy import FakeCupy
+from terracekv.tests.kernels.fake_world import SharedWorld
 from terracekv.tests.kernels.gpus import device_on
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT)
@@ -80,6 +83,25 @@ def test_wrong_bytes_are_found(fake: FakeCupy, monkeypatch: pytest.MonkeyPatch) 
 def test_blocks_go_through_a_real_daemon_and_come_back(fake: FakeCupy) -> None:
     told = gpu_daemon.there_and_back(device_on(fake), geometry=TINY, part_bytes=512, scratch_bytes=4096)
     assert told.startswith("8 blocks of 2 pages, ")
+
+
+def test_and_then_out_of_the_gpu_tier_of_a_daemon_that_has_one(
+    shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_refused", None)
+    (tmp_path / "gpu").mkdir()
+    world = SharedWorld(tmp_path / "gpu")
+    asked: dict[str, str] = {}
+
+    def served(**settings: str) -> Daemon:
+        asked.update(settings)
+        return daemon_on_fake(shm_dir, tmp_path, tmp_path / "gpu", settings=settings)
+
+    monkeypatch.setattr(gpu_daemon, "served", served)
+    device = device_on(FakeCupy(world))
+    told = gpu_daemon.there_and_back(device, geometry=TINY, part_bytes=512, scratch_bytes=4096)
+    assert told.endswith("then all 8 from the gpu tier of the daemon") and asked["gpu__device"] == device.uuid
+    world.buffers.clear()
 
 
 def test_figures_compare_with_a_copy_of_the_same_bytes(fake: FakeCupy) -> None:

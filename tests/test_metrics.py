@@ -1,13 +1,18 @@
 """Metrics: all there from the start, right after traffic, and silent about what was stored."""
 
+import asyncio
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from terracekv.daemon import metrics
+from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.stats import Stats
-from terracekv.tests.people import BLOCK_BYTES, MODEL, People, fetch, keys_of, served, url
+from terracekv.tests.people import BLOCK_BYTES, MODEL, People, fetch, keys_of, people, served, url
 from terracekv.tiers.block import block_id
+from terracekv.tiers.nvml import FIELDS, Gpu, Survey
 from terracekv.tiers.tier import Miss
 
 Series = dict[str, float]
@@ -158,3 +163,36 @@ async def test_metrics_reveal_no_key_no_namespace_and_no_model(people: People) -
 async def test_without_a_disk_tier_there_are_no_series_of_it(people: People) -> None:
     series = await scrape(people)
     assert not [name for name in series if name.startswith("terracekv_tier_") and 'tier="disk"' in name]
+
+
+@pytest.mark.fault(85)
+@pytest.mark.fault(89)
+def test_gpus_and_how_engines_read_them_are_series_and_what_is_not_measured_is_none(shm_dir: Path) -> None:
+    gpus = Gpus(state="no_gpu", reason="there is no driver")
+    readings: dict[str, int | str | None] = dict.fromkeys(FIELDS)
+    gpus.survey = Survey([Gpu("GPU-1", readings | {"temperature_c": 41}, dict.fromkeys(FIELDS, "Not Supported"))])
+
+    async def story() -> tuple[Series, Any]:
+        async with people(shm_dir, gpus=gpus) as opened:
+            session = opened.sessions.start(7, opened.register(), 0, 1, "engine")
+            session.gpu, session.not_near = "GPU-1", "there is no driver"
+            opened.sessions.start(8, opened.register(), 0, 1, "engine").near = True
+            series, (_, document) = await scrape(opened), await opened.ask("GET", "/v1/status")
+            for each in list(opened.sessions.open.values()):
+                opened.sessions.close(each)
+            return series, document
+
+    series, document = asyncio.run(story())
+    assert series['terracekv_gpu_temperature_celsius{gpu="GPU-1"}'] == 41
+    assert not [name for name in series if name.startswith("terracekv_gpu_memory")]
+    assert (
+        series['terracekv_gpu_tier_state{state="no_gpu"}']
+        == 1
+        == sum(value for name, value in series.items() if name.startswith("terracekv_gpu_tier_state"))
+    )
+    assert [series[f'terracekv_session_transports{{transport="{way}"}}'] for way in ("arena", "ipc")] == [1, 1]
+    assert series["terracekv_session_transport_downgrades"] == 1
+    assert document["gpu_tier"] == {"state": "no_gpu", "reason": "there is no driver"}
+    assert document["gpus"][0]["memory_used_bytes"] is None
+    assert document["gpus"][0]["reasons"]["memory_used_bytes"] == "Not Supported"
+    assert [each["transport_reason"] for each in document["sessions"]] == ["there is no driver", None]

@@ -31,6 +31,12 @@ class NoRoom(TerraceError):
     kind = "no_room"
 
 
+class NoGpu(TerraceError):
+    """The gpu tier cannot be opened in this process, or not so that engines can share it; the message says why."""
+
+    kind = "no_gpu"
+
+
 class InUse(TerraceError):
     """Another live daemon owns the directory, arena or socket."""
 

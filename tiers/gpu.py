@@ -11,21 +11,24 @@ What is evicted is dropped when a tier below has it, and otherwise handed down f
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
-from terracekv.kernels.cuda import Device
+from terracekv.kernels.cuda import Device, devices, pick
+from terracekv.kernels.pages import address_of
 from terracekv.kernels.pinned import Pinned
 from terracekv.kernels.shared import Exported, NotShared, export
 from terracekv.kernels.shuttle import Shuttle
 from terracekv.tiers.checksum import checksum
-from terracekv.tiers.errors import NoRoom
+from terracekv.tiers.errors import NoGpu, NoRoom
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slot_tier import DAEMON, SlotTier
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, slot_bytes_for
-from terracekv.tiers.tier import Outcome, TierStatus
+from terracekv.tiers.tier import PAGE, Outcome, TierStatus
 
 
 class GpuTier(SlotTier):
-    """``table`` describes ``size_bytes`` of the GPU's memory, and is fresh. ``host`` is what of the host is pinned.
+    """``table`` describes ``size_bytes`` of the GPU's memory, and is fresh. ``host`` is memory whose copies need no
+    detour once it is pinned; its pinning ends with the tier.
 
     NoRoom, with the numbers, when the GPU cannot give so much.
     """
@@ -39,6 +42,7 @@ class GpuTier(SlotTier):
         super().__init__(table, namespaces)
         self.device = device
         self.size_bytes = size_bytes
+        self._host = host
         self._base, self._shuttle = _allocated(device, size_bytes, host)
         self.exported: Exported | None = None
         self.sharing = "ipc"
@@ -53,6 +57,12 @@ class GpuTier(SlotTier):
         """Whether a block that leaves would still be had from elsewhere."""
         self.demote: Callable[[Namespace, bytes, memoryview, int], object] = lambda namespace, id, payload, digest: None
         """Given what would otherwise be lost, before it goes. Called by the thread that puts."""
+
+    def pin(self) -> None:
+        """Pin the host's memory, as far as the system lets us. Takes a second for 4 GiB: in a thread of its own, once
+        that memory has its pages."""
+        if self._host is not None:
+            self._host.pin()
 
     def put(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Outcome:
         """See ``Tier.put``."""
@@ -112,6 +122,9 @@ class GpuTier(SlotTier):
                     "doomed_blocks": len(self._doomed),
                     "demoted_blocks": self.demoted,
                     "slab_bytes": self._table.slab_bytes,
+                    "pinned_bytes": self._host.pinned_bytes if self._host else 0,
+                    "pageable_bytes": self._host.pageable_bytes if self._host else 0,
+                    "pageable_reason": self._host.reason if self._host else None,
                 },
             )
 
@@ -119,7 +132,10 @@ class GpuTier(SlotTier):
         """See ``Tier.close``. Engines that still have the memory open must not read it any more."""
         if not self._closed:
             self._closed = True
+            if self._host is not None:
+                self._host.close()
             self._table.close()
+            self._table.path.unlink(missing_ok=True)
             self._shuttle.close()
             self.device.free(self._base)
 
@@ -165,6 +181,27 @@ class GpuTier(SlotTier):
 
     def _slabs_ready(self) -> int:
         return self._table.slabs
+
+
+def open_gpu(
+    wanted: str, *, size_bytes: int, slab_bytes: int, slots: Path, arena: memoryview, namespaces: Namespaces
+) -> GpuTier:
+    """A tier on the GPU that ``wanted`` names, with its slot table at ``slots``; CUDA begins here. NoGpu or NoRoom,
+    and nothing is left."""
+    slab_bytes = min(slab_bytes, size_bytes // PAGE * PAGE)
+    size_bytes -= size_bytes % slab_bytes
+    try:
+        device = pick(devices(), wanted)
+        table = SlotTable(slots, arena_bytes=size_bytes, slab_bytes=slab_bytes, adopt=False)
+        try:
+            host = Pinned(device, address_of(arena), arena.nbytes)
+            return GpuTier(device, table, namespaces, size_bytes=size_bytes, host=host)
+        except BaseException:
+            table.close()
+            slots.unlink(missing_ok=True)
+            raise
+    except RuntimeError as error:  # of CUDA
+        raise NoGpu(str(error), "see gpu.device and docs/gpu.md, or set gpu.enabled to false") from error
 
 
 def _allocated(device: Device, size_bytes: int, host: Pinned | None) -> tuple[int, Shuttle]:

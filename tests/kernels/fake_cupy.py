@@ -201,7 +201,7 @@ class FakeCupy:
     def rt_malloc(self, size: int) -> int:
         if self.room_bytes is not None and size > self.rt_memGetInfo()[0]:
             raise FakeError("cudaErrorMemoryAllocation: out of memory")
-        address = self.world.allocate(size)
+        address = self.world.allocate_device(size)
         self.world.device[address] = size
         return address
 
@@ -243,16 +243,14 @@ class FakeCupy:
         if self.export_error:
             raise FakeError(self.export_error)
         start = next(s for s, size in self.world.device.items() if s <= address < s + size)
-        handle = start.to_bytes(64, "little")
-        self.world.handles[handle] = start
-        return handle
+        return self.world.export(start)
 
     def rt_ipcOpenMemHandle(self, handle: bytes) -> int:
         if self.open_error:
             raise FakeError(self.open_error)
-        if handle not in self.world.handles or self.world.handles[handle] not in self.world.device:
+        address = self.world.open(handle)
+        if address is None:
             raise FakeError("cudaErrorInvalidValue: unknown handle")
-        address = self.world.handles[handle]
         self._opened[address] = self._opened.get(address, 0) + 1
         return address
 

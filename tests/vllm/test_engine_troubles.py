@@ -11,6 +11,7 @@ import pytest
 from terracekv.connector import vllm_start
 from terracekv.connector.ahead import Settle
 from terracekv.connector.client import Client, Copy, Loaded, Stored
+from terracekv.connector.near import Fetch
 from terracekv.daemon.http_client import Door
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.mock_engine import Engine, truth
@@ -29,13 +30,15 @@ class Faulty(Client):
     raises: ClassVar[bool] = False
     full: ClassVar[bool] = False
 
-    def load(self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None) -> Loaded:
+    def load(
+        self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None, fetch: Fetch | None = None
+    ) -> Loaded:
         if self.gate is not None:
             assert self.gate.wait(5)
         if self.raises:
             raise RuntimeError("a bug")
         if self.fail_at is None or self.fail_at >= len(keys):
-            return super().load(keys, scatter, settle)
+            return super().load(keys, scatter, settle, fetch)
         good = super().load(keys[: self.fail_at], scatter).blocks
         scatter(self.fail_at, memoryview(bytes([0x7F]) * self.block_bytes))
         return Loaded(good, "damaged")
@@ -203,13 +206,15 @@ def test_a_daemon_that_is_killed_in_the_middle_of_a_load_costs_what_was_not_load
             first.ask(prompt("a", 100))
 
         class Killing(Client):
-            def load(self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None) -> Loaded:
+            def load(
+                self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None, fetch: Fetch | None = None
+            ) -> Loaded:
                 def kill(index: int, payload: memoryview) -> None:
                     scatter(index, payload)
                     if index == 2 and daemon.alive:
                         daemon.kill()
 
-                return super().load(keys, kill, settle)
+                return super().load(keys, kill, settle, fetch)
 
         monkeypatch.setattr(vllm_start, "Client", Killing)
         with Engine(daemon.socket) as second:

@@ -1,0 +1,57 @@
+"""Whose turn it is to use a client's session: one request at a time.
+
+Owns nothing but the client's lock while it lasts. Used by ``client.py`` and ``leases.py`` only, from any thread of the
+engine. Imports ``connection``.
+"""
+
+import threading
+import time
+from typing import Protocol
+
+from terracekv.connector.connection import Connection, Trouble
+
+
+class Holder(Protocol):
+    """What is used of a client."""
+
+    last_trouble: str | None
+    _lock: threading.Lock
+    _session: Connection | None
+    _closing: threading.Event
+
+    def _join_at_once(self, deadline: float) -> None: ...
+    def _join_later(self) -> None: ...
+    def _leave(self) -> None: ...
+
+
+class Turn:
+    """One request at a time has the session; a failure that leaves it out of step ends it and starts the joiner."""
+
+    def __init__(self, client: Holder, deadline: float) -> None:
+        self._client = client
+        self._deadline = deadline
+
+    def __enter__(self) -> Connection:
+        client = self._client
+        if not client._lock.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
+            raise Trouble("deadline", "another request holds the session")
+        if client._session is not None and client._session.hung_up():
+            try:
+                client._join_at_once(self._deadline)
+            except (OSError, Trouble) as error:
+                client.last_trouble = str(error)
+        if client._session is None:
+            client._lock.release()
+            client._join_later()  # normally under way already
+            raise Trouble("no_daemon", client.last_trouble or "not joined")
+        return client._session
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        client = self._client
+        in_step = error is None or (isinstance(error, Trouble) and error.why == "refused")
+        if not in_step:
+            client.last_trouble = str(error) or type(error).__name__
+            client._leave()
+        client._lock.release()
+        if not in_step and not client._closing.is_set():
+            client._join_later()
