@@ -62,6 +62,7 @@ class PagedCopier:
             for group in groups:
                 made = Transfer(self.device, group.pieces, 1, self._arenas, part_bytes=part_bytes)
                 self.transfers.append(made)
+                made.prepare()
         except BaseException:
             self.close()
             raise

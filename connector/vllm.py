@@ -2,7 +2,8 @@
 
 ``TerraceConnector`` owns one half: the scheduler's in the engine core, the worker's in each worker. Called by vLLM's
 threads; imported in the API server's process too, so importing it connects to nothing. Imports vllm, which only
-this module, ``vllm_metrics`` and ``vllm_tier`` do; whatever decides anything is in modules that know no vLLM.
+this module, ``vllm_metrics`` and ``vllm_tier`` do, and torch for its current stream; whatever decides anything is in
+modules that know neither.
 """
 
 import logging
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -97,11 +99,11 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(NOTHING)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        introduction, pages = introduce(
-            self._vllm_config, self._kv_cache_config, self._options, kv_caches, vllm.__version__
+        introduction, memory = introduce(
+            self._vllm_config, self._kv_cache_config, self._options, kv_caches, vllm.__version__, _stream
         )
-        if pages is not None:
-            self._worker = worker_half(introduction, pages, self._options)
+        if memory is not None:
+            self._worker = worker_half(introduction, memory, self._options)
         self._introduction = introduction  # only now: who cannot load must not let the scheduler promise it
 
     def get_handshake_metadata(self) -> Handshake | None:
@@ -110,8 +112,8 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(NOTHING)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        # Host memory: the forward is synchronous, and loads begun here run beside it instead of after it. The pages
-        # that they fill are nobody else's, and those that this step clears are clear by now.
+        # Loads begun here run beside the forward instead of after it. The pages that they fill are nobody else's, and
+        # those that this step clears are clear by now (on a GPU: by what its stream was given so far).
         if self._worker is not None:
             self._worker.load(self._metadata().step)
 
@@ -300,3 +302,8 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.stores.follows_tables = "kv_connector_block_state" not in fields
             if self._pool is not None:
                 self._scheduler.stores.bind(self._pool)
+
+
+def _stream() -> int:
+    """The stream that this thread's work on the GPU goes to, as CUDA knows it."""
+    return int(torch.cuda.current_stream().cuda_stream)

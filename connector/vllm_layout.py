@@ -1,7 +1,7 @@
 """Where vLLM keeps a block: the pages of its KV tensors as runs of memory, and a payload made of them.
 
-Owns nothing. Called by the worker half, from its threads. Imports ``kernels`` and ``daemon.protocol``; knows no vLLM
-and no torch: of a tensor it asks the address, the shape and the strides.
+Owns nothing. Called by the worker half, from its threads; copies pages that are in host memory. Imports ``kernels`` and
+``daemon.protocol``; knows no vLLM and no torch: of a tensor it asks the address, the shape and the strides.
 
 A *page* is what vLLM calls a block: the KV of a few tokens in every layer of one KV group. We treat it as opaque bytes,
 since some backends transpose or interleave inside it. A payload is group after group, and in each group page after

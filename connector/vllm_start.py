@@ -5,7 +5,7 @@ Owns nothing. Called once in each process, when the engine starts. Imports ``con
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from terracekv.connector.leases import Leases
 from terracekv.connector.vllm_identity import facts, fingerprint, kv_dtype, model_name, revision
 from terracekv.connector.vllm_layout import GroupSpec, Pages, Unfit, alignment, block_tokens_for
 from terracekv.connector.vllm_lookups import Lookups
+from terracekv.connector.vllm_memory import Memory, memory_of
 from terracekv.connector.vllm_options import Options
 from terracekv.connector.vllm_scheduler import SchedulerHalf, Shape
 from terracekv.connector.vllm_worker import WorkerHalf
@@ -56,17 +57,18 @@ class Introduction:
 
 
 def introduce(
-    config: Any, kv: Any, options: Options, tensors: Mapping[str, Any], version: str
-) -> tuple[Introduction, Pages | None]:
-    """Who this worker is and where its pages are; an engine that is not cached says why and has none."""
+    config: Any, kv: Any, options: Options, tensors: Mapping[str, Any], version: str, stream: Callable[[], int]
+) -> tuple[Introduction, Memory | None]:
+    """Who this worker is and where its pages are; an engine that is not cached says why and has none. ``stream`` is
+    the one of the GPU that the calling thread gives its work to."""
     try:
-        return _introduce(config, kv, options, tensors, version)
+        return _introduce(config, kv, options, tensors, version, stream)
     except ValueError as error:
         log.error("TerraceKV caches nothing for this engine: %s", error)
         return Introduction(unfit=str(error)), None
 
 
-def worker_half(mine: Introduction, pages: Pages, options: Options) -> WorkerHalf:
+def worker_half(mine: Introduction, memory: Memory, options: Options) -> WorkerHalf:
     """Joins the daemon, or goes on trying."""
     session = partial(
         Client,
@@ -75,9 +77,11 @@ def worker_half(mine: Introduction, pages: Pages, options: Options) -> WorkerHal
         credential=credential(options),
         load_deadline_ms=options.load_deadline_ms,
         store_deadline_ms=options.store_deadline_ms,
+        attach=memory.attach,
+        device=memory.device,
         **mine.names(),
     )
-    return WorkerHalf(session, pages, options, writer=mine.writer)
+    return WorkerHalf(session, memory, options, writer=mine.writer)
 
 
 def scheduler_half(
@@ -122,15 +126,13 @@ def credential(options: Options) -> bytes:
 
 
 def _introduce(
-    config: Any, kv: Any, options: Options, tensors: Mapping[str, Any], version: str
-) -> tuple[Introduction, Pages]:
+    config: Any, kv: Any, options: Options, tensors: Mapping[str, Any], version: str, stream: Callable[[], int]
+) -> tuple[Introduction, Memory]:
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise Unfit(f"{name} is {getattr(parallel, name)}: KV that is spread token by token is not cached")
     device = next(iter(tensors.values())).device.type
-    if device != "cpu":
-        raise Unfit(f"KV on {device}: this version copies host memory only")
     specs = [_spec(number, group) for number, group in enumerate(kv.kv_cache_groups)]
     block_tokens = block_tokens_for(options.block_tokens, alignment(specs), device == "cpu")
     pages = Pages.of(tensors, specs, kv.num_blocks, block_tokens)
@@ -141,6 +143,8 @@ def _introduce(
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     replicas = max(1, getattr(kv, "kv_tp_replicas", 1))
     rank = parallel.rank % ranks
+    memory = memory_of(device, pages, stream)
+    log.info("TerraceKV copies KV of %s", memory.report())
     return Introduction(
         model=model_name(config, options.model),
         revision=f"{revision(config, options.revision)}+{fingerprint(found)}",
@@ -151,7 +155,7 @@ def _introduce(
         shards=ranks // replicas,
         shard=rank // replicas,
         writer=rank % replicas == 0,
-    ), pages
+    ), memory
 
 
 def _spec(number: int, group: Any) -> GroupSpec:

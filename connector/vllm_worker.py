@@ -1,7 +1,7 @@
 """The worker half: copies loads and stores between the arena and one rank's pages, and says what has become of them.
 
 ``WorkerHalf`` owns two sessions and a thread for each: loads never wait behind stores. Called by vLLM's worker thread,
-which it never holds up for a load. Imports ``connector.client``, ``vllm_layout``, ``vllm_plan`` and
+which it never holds up for a load. Imports ``connector.client``, ``vllm_layout``, ``vllm_memory``, ``vllm_plan`` and
 ``daemon.protocol``.
 """
 
@@ -17,7 +17,9 @@ from functools import partial
 from typing import Any
 
 from terracekv.connector.client import Client
-from terracekv.connector.vllm_layout import NULL_PAGE, Pages
+from terracekv.connector.paged import Tables
+from terracekv.connector.vllm_layout import NULL_PAGE
+from terracekv.connector.vllm_memory import Due, Memory
 from terracekv.connector.vllm_options import Options
 from terracekv.connector.vllm_plan import Load, Results, Step, Store
 from terracekv.daemon.protocol import split_keys
@@ -31,11 +33,12 @@ BYTES_PER_MS = 1_000_000
 
 class WorkerHalf:
     """Of one rank. ``session`` makes a client of this rank's shard; ``writer`` is False where another rank has the same
-    bytes and stores them."""
+    bytes and stores them. ``memory`` is closed with it."""
 
-    def __init__(self, session: Callable[[], Client], pages: Pages, options: Options, *, writer: bool = True) -> None:
+    def __init__(self, session: Callable[[], Client], memory: Memory, options: Options, *, writer: bool = True) -> None:
         self.stats: Counter[str] = Counter()
-        self._pages = pages
+        self._memory = memory
+        self._pages = memory.pages
         self._options = options
         self._writer = writer
         self._lock = threading.Lock()
@@ -49,19 +52,21 @@ class WorkerHalf:
         self._storer = _Copier(session(), "terracekv-stores")
 
     def load(self, step: Step) -> None:
-        """Begin a step's loads."""
+        """Begin a step's loads. What the engine's thread has begun to do with their pages is done before."""
         now = time.monotonic()
         for load in step.loads:
             size_bytes = (load.end - load.start) * self._pages.block_bytes // self._pages.block_tokens
             deadline = now + (self._options.load_deadline_ms + size_bytes / BYTES_PER_MS) / 1e3
-            self._loader.put(partial(self._load, load, deadline), partial(self._loaded, load, 0, "error"))
+            self._loader.put(
+                partial(self._load, load, deadline, self._memory.due()), partial(self._loaded, load, 0, "error")
+            )
 
     def store(self, step: Step, *, wait: bool = False) -> None:
         """Begin a step's stores, once its tokens are computed. With ``wait`` they are done when this returns: nobody
         keeps their pages from being reused."""
         for store in step.stores:
             if self._writer:
-                self._storer.put(partial(self._store, store), partial(self._stored, store, "error"))
+                self._storer.put(partial(self._store, store, self._memory.due()), partial(self._stored, store, "error"))
             else:
                 self._stored(store, None)
         if wait and step.stores:
@@ -98,8 +103,9 @@ class WorkerHalf:
         """Finish the copies under way, end the sessions. Idempotent."""
         self._loader.close()
         self._storer.close()
+        self._memory.close()
 
-    def _load(self, load: Load, deadline: float, client: Client) -> None:
+    def _load(self, load: Load, deadline: float, due: Due, client: Client) -> None:
         pages, size = self._pages, self._pages.block_tokens
         keys = split_keys(load.keys)
         if not keys:
@@ -109,17 +115,17 @@ class WorkerHalf:
         left_ms = int((deadline - time.monotonic()) * 1e3)
         began = time.monotonic()
 
-        def scatter(index: int, payload: memoryview) -> None:
+        def target(index: int) -> tuple[Tables, int]:
             begin = (first + index) * size
             low, high = max(load.start, begin), min(load.end, begin + size)
             tables = [
                 table[(low - load.start) // group.page_tokens : -(-(high - load.start) // group.page_tokens)]
                 for table, group in zip(load.tables, pages.groups, strict=True)
             ]
-            pages.scatter(tables, low - begin, payload)
+            return tables, low - begin
 
         client.load_deadline_ms = max(left_ms, 1)
-        loaded = client.load(keys, scatter)
+        loaded = self._memory.load(client, keys, target, due)
         self._loaded(
             load, loaded.blocks if loaded.blocks < len(keys) else None, loaded.why or "failed", time.monotonic() - began
         )
@@ -141,22 +147,21 @@ class WorkerHalf:
             self.stats["load_bytes"] += (good - load.start) * self._pages.block_bytes // size
             self.stats["load_us"] += int(took_s * 1e6)
 
-    def _store(self, store: Store, client: Client) -> None:
+    def _store(self, store: Store, due: Due, client: Client) -> None:
         pages = self._pages
         began = time.monotonic()
 
-        def gather(index: int, payload: memoryview) -> None:
+        def source(index: int) -> Tables:
             number = index - store.first
-            tables = [
+            return [
                 table[number * (per := pages.block_tokens // group.page_tokens) : (number + 1) * per]
                 for table, group in zip(store.tables, pages.groups, strict=True)
             ]
-            pages.gather(tables, payload)
 
         keys = split_keys(store.keys)
         size_bytes = (len(keys) - store.first) * pages.block_bytes
         client.store_deadline_ms = self._options.store_deadline_ms + size_bytes // BYTES_PER_MS
-        stored = client.store(keys, gather, first=store.first)
+        stored = self._memory.store(client, keys, source, store.first, due)
         whole = stored.stored + stored.present == len(keys)
         with self._lock:
             self.stats["stores"] += 1

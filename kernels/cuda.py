@@ -25,6 +25,7 @@ _TO_ANY = 4
 _EVENT_PLAIN, _EVENT_TIMED = 2, 0
 _REGISTER_PORTABLE_MAPPED = 3
 _BATCH_IN_STREAM_ORDER = 1
+_CAPTURE_THREAD_LOCAL = 1
 
 
 class NoCuda(RuntimeError):
@@ -116,6 +117,7 @@ class Device:
         self.name: str = name.decode() if isinstance(name, bytes) else name
         self.multiprocessors: int = about["multiProcessorCount"]
         self._batch = _batch_copy()
+        self._exchange_capture_mode = _driver_function("cuThreadExchangeStreamCaptureMode")
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -130,6 +132,22 @@ class Device:
         finally:
             self._cuda.setDevice(before)
 
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """As ``current``, for calls that CUDA forbids to all threads while one captures a graph, as an engine does when
+        it starts: they would fail, and the capture with them. They are allowed to a thread that says it minds its own
+        captures only."""
+        mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
+        with self.current():
+            if self._exchange_capture_mode is None:
+                yield
+                return
+            self._exchange_capture_mode(ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self._exchange_capture_mode(ctypes.byref(mode))
+
     # What there is, and who has it.
 
     def room(self) -> tuple[int, int]:
@@ -140,30 +158,30 @@ class Device:
 
     def allocate(self, size: int) -> int:
         """Memory of the GPU, aligned to 256. One allocation of its own, so that it can be exported."""
-        with self.current():
+        with self._beside_captures():
             return int(self._cuda.malloc(size))
 
     def free(self, address: int) -> None:
         """Waits for all work on the GPU: for closing time, never between two copies."""
-        with self.current():
+        with self._beside_captures():
             self._cuda.free(address)
 
     def allocate_pinned(self, size: int) -> int:
         """Memory of the host that the GPU reaches by itself."""
-        with self.current():
+        with self._beside_captures():
             return int(self._cuda.hostAlloc(size, _REGISTER_PORTABLE_MAPPED))
 
     def free_pinned(self, address: int) -> None:
-        with self.current():
+        with self._beside_captures():
             self._cuda.freeHost(address)
 
     def register(self, address: int, size: int) -> None:
         """Pin memory of the host that is mapped already. RuntimeError when the system has no more to pin."""
-        with self.current():
+        with self._beside_captures():
             self._cuda.hostRegister(address, size, _REGISTER_PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
-        with self.current():
+        with self._beside_captures():
             self._cuda.hostUnregister(address)
 
     def mapped(self, address: int) -> int:
@@ -181,12 +199,12 @@ class Device:
 
     def open(self, handle: bytes) -> int:
         """The address here of what another process exported. RuntimeError when it cannot be reached from here."""
-        with self.current():
+        with self._beside_captures():
             return int(self._cuda.ipcOpenMemHandle(handle))
 
     def close(self, address: int) -> None:
         """The end of ``open``."""
-        with self.current():
+        with self._beside_captures():
             self._cuda.ipcCloseMemHandle(address)
 
     # Order.
@@ -253,6 +271,11 @@ class Device:
         if code:
             raise RuntimeError(f"cuMemcpyBatchAsync of {count} copies failed with CUDA error {code}")
 
+    def prepare(self, kernel: str, constants: tuple[str, ...] = ()) -> None:
+        """Compile a kernel and load it, which takes seconds the first time, before it is needed."""
+        with self._beside_captures():
+            _kernel(self._cupy, kernel, constants)
+
     def launch(
         self, kernel: str, blocks: int, stream: Stream, *arguments: int, constants: tuple[str, ...] = ()
     ) -> None:
@@ -297,6 +320,14 @@ def _driver_uuid(ordinal: int) -> bytes:
     if code:
         raise NoCuda(f"the driver does not name GPU {ordinal}: CUDA error {code}")
     return bytes(found)
+
+
+def _driver_function(name: str) -> Any:
+    """A function of the driver that CuPy does not offer, or None."""
+    try:
+        return getattr(ctypes.CDLL("libcuda.so.1"), name, None)
+    except OSError:
+        return None
 
 
 def _batch_copy() -> Any:

@@ -188,6 +188,12 @@ class Transfer:
         """The same where the payloads are in this GPU's memory already: at memory speed, the bus is not touched."""
         return self._start(False, blocks, sources, after, None)
 
+    def prepare(self) -> None:
+        """Have the kernels ready, so that no first copy waits for them."""
+        for constants in self._constants:
+            for kernel in ("gather_runs", "scatter_runs"):
+                self.device.prepare(kernel, constants)
+
     def close(self) -> None:
         """Wait for all copies and let go of the GPU. Idempotent."""
         with self._lock:

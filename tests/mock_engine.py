@@ -43,6 +43,7 @@ class Engine:
         eagle: bool = False,
         older: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        make: Callable[..., Rank] = Rank,
         **options: Any,
     ) -> None:
         self.windows = list(windows)
@@ -71,7 +72,7 @@ class Engine:
         self.reported: list[str] = []
         """Ids of loads as ranks reported them."""
         self.ranks = [
-            Rank(
+            make(
                 self.specs,
                 pages,
                 Introduction(
@@ -107,7 +108,7 @@ class Engine:
                 self.idle()
             self.half.close()
             for rank in self.ranks:
-                rank.half.close()
+                rank.close()
 
     def add(self, request: Request) -> Request:
         """A request arrives."""
@@ -141,6 +142,8 @@ class Engine:
         held = [block.number for block in self.pool.blocks[1:] if block.ref_cnt]
         assert not held, f"pages {held} are held for ever"
         assert sorted(self.pool.free) == list(range(1, self.page_count))
+        for rank in self.ranks:
+            rank.wait()
         assert not any(memory[:, 0].any() for rank in self.ranks for memory in rank.memory), "written into no page"
 
     def abort(self, request: Request) -> None:

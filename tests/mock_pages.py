@@ -6,7 +6,7 @@ NumPy.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import numpy as np
 
 from terracekv.connector import vllm_start
 from terracekv.connector.vllm_layout import GroupSpec, Pages
+from terracekv.connector.vllm_memory import InHost, Memory
 from terracekv.connector.vllm_options import Options
 from terracekv.connector.vllm_start import Introduction
 from terracekv.connector.vllm_worker import WorkerHalf
@@ -139,7 +140,7 @@ class Rank:
         self, specs: Sequence[GroupSpec], page_count: int, mine: Introduction, options: Options | None
     ) -> None:
         """``options`` is None for a rank without a connector."""
-        self.memory = [np.zeros((LAYERS, page_count, ITEM * PAGE), np.uint8) for _ in specs]
+        self.memory = [self.allocate((LAYERS, page_count, ITEM * PAGE)) for _ in specs]
         self.introduction = mine
         if options is not None:
             tensors = {
@@ -149,22 +150,44 @@ class Rank:
             }
             pages = Pages.of(tensors, specs, page_count, BLOCK)
             self.introduction = replace(mine, layout=pages.layout)
-            self.half: WorkerHalf = vllm_start.worker_half(self.introduction, pages, options)
+            self.half: WorkerHalf = vllm_start.worker_half(self.introduction, self.where(pages), options)
+
+    def allocate(self, shape: tuple[int, ...]) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        return np.zeros(shape, np.uint8)
+
+    def where(self, pages: Pages) -> Memory:
+        return InHost(pages)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Work on the memory: the model's."""
+        work()
+
+    def wait(self) -> None:
+        """Until all work that was given is done."""
+
+    def close(self) -> None:
+        self.half.close()
 
     def kv(self, seed: bytes, group: int, layer: int) -> bytes:
         return hashlib.sha256(seed + bytes([self.introduction.shard, group, layer])).digest()[:ITEM]
 
     def write(self, request: Request, start: int, end: int, seeds: Sequence[bytes]) -> None:
+        places = []
         for group, table in enumerate(request.tables):
             for token in range(start, end):
                 page, at = table[token // PAGE], token % PAGE * ITEM
                 assert page, "a token is computed into no page"
-                for layer in range(LAYERS):
-                    kv = np.frombuffer(self.kv(seeds[token], group, layer), np.uint8)
-                    self.memory[group][layer, page, at : at + ITEM] = kv
+                places += [(self.memory[group][n, page, at : at + ITEM], seeds[token], group, n) for n in range(LAYERS)]
+
+        def compute() -> None:
+            for place, seed, group, layer in places:
+                place[:] = np.frombuffer(self.kv(seed, group, layer), np.uint8)
+
+        self.do(compute)
 
     def read(self, request: Request, tokens: int, windows: Sequence[int | None]) -> bytes:
         """All that attention would read for token number ``tokens - 1``."""
+        self.wait()
         digest = hashlib.sha256()
         for group, (table, window) in enumerate(zip(request.tables, windows, strict=True)):
             for token in range(max(0, tokens - window) if window else 0, tokens):

@@ -45,7 +45,7 @@ LIBRARIES = {
     "prometheus_client": {"connector/vllm_metrics.py", "daemon/metrics.py"},
     "pynvml": {"tiers/nvml.py"},
     "rich": {"daemon/cli.py"},
-    "torch": {"connector/transformers.py"},
+    "torch": {"connector/transformers.py", "connector/vllm.py"},
     "transformers": {"connector/transformers.py"},
     "typer": {"daemon/cli.py"},
     "uvloop": {"daemon/__main__.py"},

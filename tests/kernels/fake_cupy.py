@@ -23,6 +23,7 @@ from terracekv.tests.kernels.fake_world import FREED, Queue, Record, Work, World
 
 LAUNCH_S, COPY_S = 5e-6, 2e-6
 NOT_READY = 600
+NOT_BESIDE_CAPTURES = {"malloc", "free", "hostAlloc", "freeHost", "hostRegister", "hostUnregister", "ipcOpenMemHandle"}
 
 
 class FakeError(RuntimeError):
@@ -72,6 +73,8 @@ class FakeCupy:
         self.broken: FakeError | None = None
         self.compile_error = ""
         self.room_bytes: int | None = None
+        self.capturing = False
+        """A thread captures a graph, so that CUDA forbids some calls to all that have not said to mind their own."""
         self.calls: list[tuple[Any, ...]] = []
         self._lock = threading.RLock()
         self._local = threading.local()
@@ -95,6 +98,9 @@ class FakeCupy:
                         raise FakeError(f"{name} was told to fail")
                     if name in self.fail_calls:
                         self.fail_calls[name] -= 1
+                if self.capturing and name in NOT_BESIDE_CAPTURES and not getattr(self._local, "mode", 0):
+                    self.broken = FakeError(f"cudaErrorStreamCaptureUnsupported: {name}")
+                    raise self.broken
                 result = function(*arguments)
                 self._perhaps_run()
                 if self.broken is not None and name not in ("getDevice", "setDevice"):
@@ -347,6 +353,11 @@ class FakeCupy:
                 self.rt_memcpyAsync(a, b, size, 4, stream)
             self._perhaps_run()
         return 0
+
+    def exchange_capture_mode(self, mode: Any) -> None:
+        """cuThreadExchangeStreamCaptureMode; 0, global, is every thread's first."""
+        before, self._local.mode = getattr(self._local, "mode", 0), mode._obj.value
+        mode._obj.value = before
 
     def RawModule(self, *, code: str, options: tuple[str, ...], backend: str) -> SimpleNamespace:  # noqa: N802
         """Takes the source for that which the emulation was built from."""

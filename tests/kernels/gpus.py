@@ -24,7 +24,7 @@ PAGES_PER_BLOCK = 3
 def device_on(fake: FakeCupy, ordinal: int = 0) -> Device:
     """A device over the fake, batch copies included."""
     device = Device(fake, ordinal)  # type: ignore[arg-type]
-    device._batch = fake.batch
+    device._batch, device._exchange_capture_mode = fake.batch, fake.exchange_capture_mode
     return device
 
 
