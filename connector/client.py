@@ -301,12 +301,14 @@ class Client:
         self._arena.lock(welcome.lock_byte)
         self._welcome = welcome
         self._session = connection
+        log.info("joined the daemon at %s", self.path)
 
-    def _join_later(self) -> None:
+    def _join_later(self, what: str = "") -> None:
         with self._joining:
             if self._closing.is_set() or (self._joiner is not None and self._joiner.is_alive()):
                 return
-            log.warning("no daemon at %s (%s): everything is a miss until it is back", self.path, self.last_trouble)
+            what = what or f"no daemon at {self.path} ({self.last_trouble})"
+            log.warning("%s: everything is a miss until it is back", what)
             self._joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
             self._joiner.start()
 
@@ -315,7 +317,6 @@ class Client:
         while not self._closing.wait(pause):
             try:
                 self._join(after(JOIN_S * 1e3))
-                log.info("joined the daemon at %s", self.path)
                 return
             except (OSError, Trouble) as error:
                 self.last_trouble = str(error)

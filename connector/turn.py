@@ -14,13 +14,14 @@ from terracekv.connector.connection import Connection, Trouble
 class Holder(Protocol):
     """What is used of a client."""
 
+    path: str
     last_trouble: str | None
     _lock: threading.Lock
     _session: Connection | None
     _closing: threading.Event
 
     def _join_at_once(self, deadline: float) -> None: ...
-    def _join_later(self) -> None: ...
+    def _join_later(self, what: str = "") -> None: ...
     def _leave(self) -> None: ...
 
 
@@ -29,6 +30,7 @@ class Turn:
 
     def __init__(self, client: Holder, deadline: float) -> None:
         self._client = client
+        self._began = time.monotonic()
         self._deadline = deadline
 
     def __enter__(self) -> Connection:
@@ -53,5 +55,12 @@ class Turn:
             client.last_trouble = str(error) or type(error).__name__
             client._leave()
         client._lock.release()
-        if not in_step and not client._closing.is_set():
+        if in_step or client._closing.is_set():
+            return
+        if isinstance(error, TimeoutError):
+            late = f"did not answer within {(self._deadline - self._began) * 1e3:.0f} ms"
+            client._join_later(f"the daemon at {client.path} {late}, so this session and its leases end")
+        elif isinstance(error, OSError) or (isinstance(error, Trouble) and error.why == "no_daemon"):
             client._join_later()
+        else:
+            client._join_later(f"the session with the daemon at {client.path} has failed ({client.last_trouble})")
