@@ -174,11 +174,19 @@ class World:
 
     def _replace_failpoints(self) -> None:
         def die(pid: int, number: int) -> None:
+            self._give_nothing_back()
             raise Killed
 
         # The module's own names are replaced, not what is behind them: nobody else is killed or made to wait.
         self._patch.setattr(failpoint, "os", SimpleNamespace(kill=die, getpid=os.getpid))
         self._patch.setattr(failpoint, "time", SimpleNamespace(sleep=lambda seconds: self.meanwhile()))
+
+    def _give_nothing_back(self) -> None:
+        """What a process would do on its way out, a killed one does not."""
+        for tier in (self.tiers.host, self.gpu):
+            if tier is not None:
+                tier.abort = tier.release = lambda slots: None  # type: ignore[method-assign]
+        self.tiers.host.orphan = lambda slots: None  # type: ignore[method-assign]
 
     def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not isinstance(context.get("exception"), Killed):
@@ -261,8 +269,7 @@ class World:
 
     def crash(self) -> None:
         """What the kernel does to a process that is killed: its descriptors and maps go, nothing else is done."""
-        host = self.tiers.host
-        host.abort = host.release = host.orphan = lambda slots: None  # type: ignore[method-assign]
+        self._give_nothing_back()
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             task.get_coro().close()
@@ -278,7 +285,7 @@ class World:
             os.close(fd)
         arena._lock_fd = table._fd = -1
         table._table.close()
-        host._closed = True
+        self.tiers.host._closed = True
         if self.gpu is not None:
             os.close(self.gpu._table._fd)
             self.gpu._table._table.close()
