@@ -200,14 +200,23 @@ class StoreMachine(EngineRules):
         self.world.disk.rebuild()
         assert not self.world.disk.rebuilding
 
-    @rule(leave=st.booleans(), model=model_of)
+    @rule(what=st.sampled_from(["all leave", "flush", "delete"]), model=model_of)
     @mortal
-    def all_is_quiet(self, leave: bool, model: Model) -> None:
-        """Either all leave, and nothing is held; or an operator flushes tier after tier, and nothing is listed."""
+    def all_is_quiet(self, what: str, model: Model) -> None:
+        """All leave, and nothing is held; or an operator flushes tier after tier, or deletes all that there is of a
+        namespace, and nothing is listed."""
         self.do_all_jobs()
-        if leave:
+        if what == "all leave":
             self.all_leave()
-        elif not self.world.disk.rebuilding:
+        elif self.world.disk.rebuilding:
+            return
+        elif what == "delete":
+            for chain in (0, 1):
+                self.delete(model, chain, 0, 6)
+                self.do_all_jobs()
+            seen = look(self.world)
+            assert not set(model.ids) & (seen.gpu.keys() | seen.host.keys() | seen.disk.keys())
+        else:
             for tier in self.world.store.tiers:
                 self.flush(model, tier)
                 self.do_all_jobs()
