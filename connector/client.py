@@ -28,11 +28,9 @@ RETRY_S = (0.05, 1.0)
 """First and longest pause between attempts to join."""
 IN_FLIGHT = 64
 """Commits sent ahead of their answers: more would only fill the socket."""
-COMMIT_BYTES = (8 << 20, 64 << 20)
-"""Blocks are committed in parts, at least and at most so many bytes: the daemon checks one while the next is copied."""
-COMMIT_SHARE = 3
-"""A part is a third or more of what is left. Each message wakes the daemon, often on this very processor, so there
-should be few; but little should be left to check when the last copy is done. So the parts get smaller."""
+COMMIT_BYTES = 8 << 20
+"""Blocks are committed when so many bytes were copied: enough that the message costs little beside the copy, few enough
+that the daemon finds them in the processor's cache when it checks them, while the next are copied."""
 
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
@@ -239,17 +237,13 @@ class Client:
                 stored.extend(answer.stored)
                 on_disk.extend(answer.durable)
 
-        left = sum(slot is not None for slot in reserved.slots)
         for index, slot in enumerate(reserved.slots):
             if slot is None:
                 continue
             with arena.payload(slot, self.block_bytes) as payload:
                 gather(index, payload)
             copied.append(index)
-            left -= 1
-            least, most = COMMIT_BYTES
-            size = len(copied) * self.block_bytes
-            if size >= most or (size >= least and len(copied) * COMMIT_SHARE >= left):
+            if len(copied) * self.block_bytes >= COMMIT_BYTES:
                 commit()
                 settle(IN_FLIGHT)
         if copied:
