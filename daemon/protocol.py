@@ -9,7 +9,6 @@ tokens. ``id`` is chosen by the client and comes back in the answer; deadlines a
 
 import hashlib
 import struct
-from typing import Literal
 
 import msgspec
 
@@ -279,8 +278,6 @@ class Error(msgspec.Struct, tag="error", array_like=True):
 
 
 Answer = Welcome | Refused | Found | Leased | Ready | Failed | Reserved | Committed | Error
-
-TierName = Literal["gpu", "host", "disk", "s3"]
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(Request)

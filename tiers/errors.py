@@ -52,12 +52,6 @@ class NotFound(TerraceError):
     kind = "not_found"
 
 
-class TooLarge(TerraceError):
-    """A body or frame is larger than its limit."""
-
-    kind = "too_large"
-
-
 class TierFull(TerraceError):
     """Nothing more can be evicted for this request."""
 
