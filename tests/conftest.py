@@ -14,7 +14,7 @@ import pytest
 SHM = Path("/dev/shm")
 GRACE_S = 5.0
 """Time in which a thread or child that was told to end may still do so."""
-LIBRARIES_OWN = {"TMonitor"}
+LIBRARIES_OWN = {"tqdm_monitor"}
 """Threads that a library keeps for the life of the process."""
 PREFIX = f"terracekv-test-{os.getpid()}-"
 
