@@ -51,10 +51,13 @@ class Server:
         *,
         options: dict[str, Any] | None = None,
         environment: dict[str, str] | None = None,
+        python: Path | None = None,
         **flags: Any,
     ) -> None:
-        """``options`` go to the connector; ``flags`` to vLLM, underscores for hyphens."""
+        """``options`` go to the connector; ``flags`` to vLLM, underscores for hyphens. ``python``: of another
+        environment that has vLLM."""
         self.log = log
+        self._python = str(python or sys.executable)
         self._environment = vllm_environment() | (environment or {})
         self.port = 0
         wanted: dict[str, Any] = {
@@ -96,7 +99,7 @@ class Server:
         started = time.monotonic()
         with open(self.log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port), *self._flags],
+                [self._python, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port), *self._flags],
                 cwd=self.log.parent,
                 env=os.environ | self._environment,
                 stdin=subprocess.DEVNULL,
