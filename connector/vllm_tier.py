@@ -22,8 +22,9 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from terracekv.connector.client import Client
-from terracekv.connector.vllm_identity import cpu_flags, fingerprint, weights_digest
+from terracekv.connector.vllm_identity import cpu_flags, fingerprint
 from terracekv.connector.vllm_options import SOCKET
+from terracekv.connector.vllm_weights import weights_digest
 from terracekv.daemon.protocol import LayerGroup, Layout, dense_strides
 
 log = logging.getLogger("vllm.terracekv")
