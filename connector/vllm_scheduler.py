@@ -231,7 +231,7 @@ class SchedulerHalf:
                     if tracked is not None and done.why == HEAD_ABSENT:
                         tracked.stored = 0
                         tracked.retries += 1
-                        tracked.write = tracked.retries <= RETRIES_MAX
+                        tracked.write = tracked.write and tracked.retries <= RETRIES_MAX
 
     def finished(self, request: Any) -> None:
         """The request is over, in whatever way. A load under way goes on: vLLM keeps its pages until it is reported."""
@@ -249,9 +249,19 @@ class SchedulerHalf:
         return tracked.loaded if tracked is not None else {}
 
     def weights_changed(self, weights: bytes) -> None:
-        """From here on nothing that was computed before is found, in any tier."""
-        if self._options.reset == "forget":
-            self._weights = weights
+        """From here on nothing that was computed before is found, in any tier, by whatever request."""
+        if self._options.reset != "forget":
+            return
+        self._weights = weights
+        for tracked in self._requests.values():
+            if tracked.load is None:  # or the workers still need its lease
+                self._drop(tracked)
+            request = tracked.chain.request
+            if tracked.load is not None or request.num_computed_tokens:
+                tracked.read = tracked.write = False  # vLLM goes on with KV of before: no key names the mixture
+            else:
+                tracked.chain, tracked.stored = Chain(request, self._shape.block_tokens, weights), 0
+                self._ask(tracked)
 
     def take_stats(self) -> Counter[str]:
         """Counts since the last call."""
@@ -283,9 +293,14 @@ class SchedulerHalf:
         if self.stores.follows_tables:
             tracked.tables = []
         self._requests[request.request_id] = tracked
-        if tracked.read or tracked.write:
-            tracked.answer = self._lookups.ask(chain, self._most(request) if tracked.read else 0)
+        self._ask(tracked)
         return tracked
+
+    def _ask(self, tracked: Tracked) -> None:
+        """Begin to look, or where nothing may be loaded to compute the keys of what is to be stored."""
+        if tracked.read or tracked.write:
+            tokens = self._most(tracked.chain.request) if tracked.read else 0
+            tracked.answer = self._lookups.ask(tracked.chain, tokens)
 
     def _most(self, request: Any) -> int:
         """Never the last token, whole pages, and one page less where a drafter needs the model's hidden states."""

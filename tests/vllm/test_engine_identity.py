@@ -14,6 +14,7 @@ from terracekv.connector import vllm_weights
 from terracekv.connector.vllm_chain import Adapters, Chain
 from terracekv.connector.vllm_identity import adapter_digest, facts, fingerprint, model_name, revision
 from terracekv.connector.vllm_weights import weights_digest
+from terracekv.tests.harness import until
 from terracekv.tests.mock_engine import Engine, truth
 from terracekv.tests.mock_pages import BLOCK, Request, prompt
 from terracekv.tiers.block import block_keys
@@ -134,6 +135,62 @@ def test_after_a_change_of_weights_nothing_older_is_found(engine: Make) -> None:
         assert sleeping.half is not None
         sleeping.half.weights_changed(b"the same weights, back from sleep")
         assert loaded(sleeping, prompt("e", 50)) == 48
+
+
+@pytest.mark.fault(15)
+@pytest.mark.parametrize("state", ["waiting", "found", "running", "answering", "preempted"])
+def test_a_request_that_lives_through_a_change_of_weights_begins_anew_under_the_new_ones(
+    engine: Make, state: str
+) -> None:
+    with engine() as first:
+        first.ask(prompt("before", 80))
+    with engine() as second:
+        asked = prompt("a", 80, answer_tokens=20)
+        if state in ("waiting", "found"):
+            second.add(asked)
+        else:
+            second.add(asked)
+            until(lambda: second.step() is not None and asked.status == "running", "it runs", 10)
+        half = second.half
+        assert half is not None
+        if state == "found":
+            tracked = half._requests["a"]
+            until(lambda: tracked.answer is not None and tracked.answer.found, "its lookup has come back", 10)
+        while state in ("answering", "preempted") and len(asked.answer) < 9:
+            second.step()
+        if state == "preempted":
+            second.preempt(asked)
+        said, asked.loaded_tokens = len(asked.answer), 0
+        second.reset(b"epoch 2")
+        second.run()
+        assert asked.loaded_tokens == 0, "what was computed before was loaded"
+        assert asked.answer[said:] == truth(asked, weights=b"epoch 2", said=said)
+        second.idle()
+        until(lambda: not half._lookups._holding and not half._lookups._session._held, "nothing is leased", 10)
+        again = prompt("b", 80)
+        assert second.ask(again) == [truth(again, weights=b"epoch 2")]
+        assert again.loaded_tokens == 76, "it was stored for those that come after"
+    with engine() as third:
+        assert loaded(third, prompt("c", 80)) == 76, "under the weights of before"
+
+
+@pytest.mark.fault(15)
+@pytest.mark.parametrize("state", ["loading", "running"])
+def test_kv_of_both_weights_is_stored_for_nobody(engine: Make, state: str) -> None:
+    with engine() as first:
+        first.ask(prompt("before", 80))
+    with engine(chunk=16) as second:
+        asked = second.add(prompt("a", 80 if state == "loading" else 120, answer_tokens=20))
+        wanted = "loading" if state == "loading" else "running"
+        until(lambda: second.step() is not None and asked.status == wanted, "it is under way", 10)
+        second.reset(b"epoch 2", running=False)
+        second.idle()
+        whole = Request("b", list(asked.all_token_ids))
+        assert second.ask(whole) == [truth(whole, weights=b"epoch 2")]
+        assert whole.loaded_tokens == 0
+    with engine() as third:
+        after = Request("c", list(asked.all_token_ids))
+        assert third.ask(after) == [truth(after)], "under the weights of before"
 
 
 class Embeds:
