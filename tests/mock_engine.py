@@ -50,10 +50,9 @@ class Engine:
         self.page_count = pages
         self.chunk = chunk
         self.policy = policy
-        self.older = older
+        self.older, self.weights = older, weights
         self.told: dict[str, list[int]] = {}
         """Pages of each group that an older vLLM has told by now."""
-        self.weights = weights
         self.pool = Pool(pages)
         kinds = ["SlidingWindowSpec" if window else "FullAttentionSpec" for window in windows]
         self.specs = [
