@@ -56,6 +56,8 @@ class Tracked:
     answer: Answer | None = None
     offered: tuple[int, int] = (0, 0)
     """(tokens that vLLM had, tokens offered beyond them)."""
+    waits_until: float | None = None
+    """When it was told to ask again: the time to which that goes on."""
     load: Load | None = None
     loaded: dict[str, int] = field(default_factory=dict)
     """Tokens of the load by the tier they were in."""
@@ -106,6 +108,19 @@ class SchedulerHalf:
         tracked = self._requests.get(request.request_id) or self._track(request)
         if not tracked.read:
             return 0
+        tokens = self._found(tracked, request, computed)
+        now = self._clock()
+        if tokens is not None:
+            tracked.waits_until = None
+        elif tracked.waits_until is None:
+            tracked.waits_until = now + (self._options.lookup_budget_ms + self._options.wait_ms) / 1e3
+        elif now >= tracked.waits_until:  # however often the answer was lost and asked for anew
+            tracked.waits_until = None
+            return self._offer(tracked, computed, 0, "deadline")
+        return tokens
+
+    def _found(self, tracked: Tracked, request: Any, computed: int) -> int | None:
+        """As ``matched``, as long as the answer lasts."""
         answer = tracked.answer
         if answer is None or not self._lookups.lasts(answer):
             self._drop(tracked)
