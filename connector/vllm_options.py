@@ -16,6 +16,7 @@ SOCKET_BYTES_MAX = 107
 NUMBER_MAX = {bool: 2, int: 1 << 31, float: math.inf}
 """Below it any setting is: milliseconds of 24 days, or more tokens than a prompt has."""
 TTL_S_MAX = 366 * 86_400
+"""A year: what a client of the engine may ask for, and any clock can add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Wish:
         for key, value in given.items():
             if key not in known:
                 raise ValueError(f"kv_transfer_params: terracekv.{key} is unknown. Known keys: {', '.join(known)}")
-            good = type(value) in (int, float) and value >= 0 if key == "ttl_s" else type(value) is bool
+            good = type(value) in (int, float) and 0 <= value <= TTL_S_MAX if key == "ttl_s" else type(value) is bool
             if not good:
                 raise ValueError(f"kv_transfer_params: terracekv.{key} cannot be {value!r}")
         return cls(**given)

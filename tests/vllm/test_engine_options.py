@@ -68,7 +68,21 @@ def test_settings_have_defaults_and_whole_numbers_are_numbers() -> None:
     assert Options.read({"prefill_tokens_per_s": 100}).prefill_tokens_per_s == 100.0
 
 
-@pytest.mark.parametrize("given", [3, {"reads": True}, {"read": 1}, {"ttl_s": True}, {"ttl_s": -1}, {"ttl_s": "x"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        3,
+        {"reads": True},
+        {"read": 1},
+        {"ttl_s": True},
+        {"ttl_s": -1},
+        {"ttl_s": "x"},
+        {"ttl_s": 1e300},
+        {"ttl_s": float("inf")},
+        {"ttl_s": float("nan")},
+        {"ttl_s": 10**400},
+    ],
+)
 def test_a_wish_that_is_not_understood_is_named(given: Any) -> None:
     with pytest.raises(ValueError, match="kv_transfer_params: terracekv"):
         Wish.read_from({"terracekv": given})

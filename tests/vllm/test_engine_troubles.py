@@ -11,6 +11,7 @@ import pytest
 from terracekv.connector import vllm_start
 from terracekv.connector.ahead import Settle
 from terracekv.connector.client import Client, Copy, Loaded, Stored
+from terracekv.connector.vllm_options import Wish
 from terracekv.daemon.http_client import Door
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.mock_engine import Engine, truth
@@ -236,6 +237,29 @@ def test_a_daemon_that_stands_still_costs_the_budget_of_one_lookup(shm_dir: Path
             assert second.half.take_stats()["skipped/deadline"] + second.half.take_stats()["skipped/no_daemon"] >= 1
             second.idle()
             daemon.cont()
+
+
+@pytest.mark.parametrize(
+    "ttl_s", [366 * 86_400, 1e12, 1e300, float("inf"), float("nan"), 10**400],
+    ids=["a year", "longer", "1e300", "inf", "nan", "10**400"],
+)  # fmt: skip
+@pytest.mark.parametrize("checked", [True, False], ids=["as it comes", "past the check of what a request asks for"])
+def test_no_request_can_end_the_schedulers_session_by_what_it_asks_for(
+    daemon: Daemon, engine: Make, monkeypatch: pytest.MonkeyPatch, checked: bool, ttl_s: float
+) -> None:
+    if not checked:
+        monkeypatch.setattr(Wish, "read_from", lambda params: Wish(ttl_s=ttl_s if params else 0))
+    with engine() as first:
+        assert first.half is not None
+        lookups = first.half._lookups
+        session = lookups._session._session
+        asked = prompt("a", 60, kv_transfer_params={"terracekv": {"ttl_s": ttl_s}})
+        assert first.ask(asked) == [truth(asked)]
+        first.idle()
+        until(lambda: lookups._work.empty(), "the wish was read")
+        other = prompt("b", 60, seed=1)
+        assert first.ask(other) == [truth(other)]
+        assert session is not None and lookups._session._session is session, "the same session"
 
 
 @pytest.mark.fault(119)
