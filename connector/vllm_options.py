@@ -15,6 +15,8 @@ SOCKET_BYTES_MAX = 107
 """What the kernel takes for the name of a socket."""
 NUMBER_MAX = {bool: 2, int: 1 << 31, float: math.inf}
 """Below it any setting is: milliseconds of 24 days, or more tokens than a prompt has."""
+SHOWN_MAX = 200
+"""Characters of a message that quotes what a client sent."""
 TTL_S_MAX = 366 * 86_400
 """A year: what a client of the engine may ask for, and any clock can add."""
 
@@ -99,6 +101,14 @@ class Options:
                 )
 
 
+class Misunderstood(ValueError):
+    """A wish that is not understood. ``kind`` is one of a few, whatever clients send."""
+
+    def __init__(self, kind: str, what: str) -> None:
+        super().__init__(f"kv_transfer_params: terracekv {what:.{SHOWN_MAX}}")
+        self.kind = kind
+
+
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What one request asks for: ``{"terracekv": {"read": false, "write": false, "ttl_s": 600}}``."""
@@ -110,17 +120,17 @@ class Wish:
 
     @classmethod
     def read_from(cls, params: Mapping[str, Any] | None) -> "Wish":
-        """Raises ValueError, naming the key, for what is not understood."""
+        """Raises Misunderstood for what is not understood."""
         given = (params or {}).get("terracekv")
         if given is None:
             return cls()
         if not isinstance(given, Mapping):
-            raise ValueError(f"kv_transfer_params: terracekv is {given!r}, and should be an object")
+            raise Misunderstood("object", f"is {given!r}, and should be an object")
         known = ("read", "write", "ttl_s")
         for key, value in given.items():
             if key not in known:
-                raise ValueError(f"kv_transfer_params: terracekv.{key} is unknown. Known keys: {', '.join(known)}")
+                raise Misunderstood("key", f"has {key!r}, which is unknown. Known keys: {', '.join(known)}")
             good = type(value) in (int, float) and 0 <= value <= TTL_S_MAX if key == "ttl_s" else type(value) is bool
             if not good:
-                raise ValueError(f"kv_transfer_params: terracekv.{key} cannot be {value!r}")
+                raise Misunderstood(key, f"has a {key} that it cannot have: {value!r}")
         return cls(**given)

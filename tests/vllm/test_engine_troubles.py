@@ -1,7 +1,9 @@
 """What goes wrong between engine and daemon costs a computation and nothing else: the answer stays what it would be."""
 
+import logging
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -79,7 +81,10 @@ def test_a_block_that_does_not_come_is_computed(
     with engine(**settings) as second:
         asked = prompt("b", 10 * BLOCK + 2)
         assert second.ask(asked) == [truth(asked, **settings)]
-        assert second.half is not None and second.half.take_stats()["failed/damaged"] == 1
+        assert second.half is not None
+        stats = second.half.take_stats()
+        assert stats["failed/damaged"] == 1
+        assert sum(stats[name] for name in stats if name.startswith("hit_tokens/")) == asked.loaded_tokens
         assert second.ranks[0].half.take_stats()["load_tokens"] == fail_at * BLOCK
         if "windows" not in settings:
             assert asked.loaded_tokens == fail_at * BLOCK
@@ -272,6 +277,55 @@ def test_an_engine_without_its_daemon_says_so(tmp_path: Path, caplog: pytest.Log
         assert stats["joined"] == 0 and "joined" in stats and stats["skipped/no_daemon"] == 1
         assert "joined" not in alone.half.take_stats(), "said once"
     assert "everything is a miss until it is back" in caplog.text
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[list[str]]:
+    """What vLLM's own handler is given, at the level that vLLM has."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_every_part_of_the_connector_speaks_through_vllms_own_log(engine: Make, vllm_log: list[str]) -> None:
+    with engine():
+        for module in (Path(vllm_start.__file__).parent).glob("*.py"):
+            if (name := f"terracekv.connector.{module.stem}") in sys.modules:
+                said = getattr(sys.modules[name], "log", None)
+                if said is not None:
+                    said.info("from %s", module.stem)
+                    assert f"INFO from {module.stem}" in vllm_log
+
+
+def test_the_log_says_what_has_become_of_the_session_and_when_it_is_back(
+    shm_dir: Path, tmp_path: Path, vllm_log: list[str]
+) -> None:
+    def said(text: str) -> bool:
+        return any(text in line for line in vllm_log)
+
+    with Daemon(shm_dir, tmp_path) as daemon:
+        with Engine(daemon.socket, lookup_budget_ms=20, store_deadline_ms=100) as engine:
+            assert said(f"INFO joined the daemon at {daemon.socket}")
+            assert engine.half is not None
+            daemon.stop()
+            engine.add(prompt("a", 60))
+            until(lambda: said(f"WARNING the daemon at {daemon.socket} did not answer within 20 ms"), "it is late")
+            assert not said("no daemon"), "it is there, and late"
+            vllm_log.clear()
+            daemon.cont()
+            until(lambda: said(f"INFO joined the daemon at {daemon.socket}"), "it is back")
+            engine.idle()
+            daemon.kill()
+            until(
+                lambda: engine.ask(prompt(f"{len(engine.finished)}", 60)) and said("WARNING no daemon at"), "it is gone"
+            )
 
 
 @pytest.mark.fault(62)
