@@ -18,7 +18,7 @@ from terracekv.connector.vllm_options import Options
 from terracekv.connector.vllm_plan import Results, Step
 from terracekv.connector.vllm_scheduler import SchedulerHalf
 from terracekv.connector.vllm_start import Introduction
-from terracekv.tests.mock_pages import BLOCK, LAYERS, PAGE, Pool, Rank, Request
+from terracekv.tests.mock_pages import BLOCK, LAYERS, PAGE, Pool, Rank, Request, lacking
 
 STEPS_MAX = 20_000
 
@@ -235,7 +235,7 @@ class Engine:
                 continue
             tokens = min(left, request.num_tokens - request.num_computed_tokens)
             if not self._grow(request, request.num_computed_tokens + tokens):
-                break
+                continue
             if self.half is not None:
                 self.half.allocated(request, _blocks(request), 0)
             self.waiting.remove(request)
@@ -266,7 +266,8 @@ class Engine:
             reach = local + found
             assert found % align == 0 and reach < request.num_tokens
             request.num_computed_tokens = 0
-            if not self._grow(request, reach):
+            begun = [other for other in (*self.loading, *self.waiting) if other.num_computed_tokens]
+            if lacking(request, *begun) > len(self.pool.free) or not self._grow(request, reach):
                 return False
             request.num_computed_tokens, request.loaded_tokens = reach, found
             self._grow(request, reach)  # gives back what is behind a window already
