@@ -278,12 +278,14 @@ class Client:
         self._arena.lock(welcome.lock_byte)
         self._welcome = welcome
         self._session = connection
+        log.info("joined the daemon at %s", self.path)
 
-    def _join_later(self) -> None:
+    def _join_later(self, what: str = "") -> None:
         with self._joining:
             if self._closing.is_set() or (self._joiner is not None and self._joiner.is_alive()):
                 return
-            log.warning("no daemon at %s (%s): everything is a miss until it is back", self.path, self.last_trouble)
+            what = what or f"no daemon at {self.path} ({self.last_trouble})"
+            log.warning("%s: everything is a miss until it is back", what)
             self._joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
             self._joiner.start()
 
@@ -292,7 +294,6 @@ class Client:
         while not self._closing.wait(pause):
             try:
                 self._join(after(JOIN_S * 1e3))
-                log.info("joined the daemon at %s", self.path)
                 return
             except (OSError, Trouble) as error:
                 self.last_trouble = str(error)
@@ -340,6 +341,7 @@ class _Turn:
 
     def __init__(self, client: Client, deadline: float) -> None:
         self._client = client
+        self._began = time.monotonic()
         self._deadline = deadline
 
     def __enter__(self) -> Connection:
@@ -364,8 +366,15 @@ class _Turn:
             client.last_trouble = str(error) or type(error).__name__
             client._leave()
         client._lock.release()
-        if not in_step and not client._closing.is_set():
+        if in_step or client._closing.is_set():
+            return
+        if isinstance(error, TimeoutError):
+            late = f"did not answer within {(self._deadline - self._began) * 1e3:.0f} ms"
+            client._join_later(f"the daemon at {client.path} {late}, so this session and its leases end")
+        elif isinstance(error, OSError) or (isinstance(error, Trouble) and error.why == "no_daemon"):
             client._join_later()
+        else:
+            client._join_later(f"the session with the daemon at {client.path} has failed ({client.last_trouble})")
 
 
 def _after_fork() -> None:

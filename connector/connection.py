@@ -5,6 +5,7 @@ Deadlines are points in ``time.monotonic()``; one that has passed raises Timeout
 """
 
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -69,9 +70,13 @@ class Connection:
         return self._next
 
     def tell(self, message: protocol.Request, deadline: float) -> None:
-        """Send what is not answered."""
+        """Send what is not answered. Trouble("refused") when the message has no bytes: then nothing was sent."""
+        try:
+            framed = protocol.frame(message)
+        except (OverflowError, ValueError, struct.error) as error:
+            raise Trouble("refused", f"{type(message).__name__} cannot be sent: {error}") from None
         self._socket.settimeout(left(deadline))
-        self._socket.sendall(protocol.frame(message))
+        self._socket.sendall(framed)
 
     def answer_to(self, id: int, kind: type[Kind], deadline: float) -> Kind:
         """The answer to an earlier request; answers come in any order."""

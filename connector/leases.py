@@ -68,10 +68,11 @@ class Leases(Client):
 
     def keep(self, keys: Sequence[bytes], ttl_s: float) -> None:
         """Ask that blocks stay in host for so long."""
+        pin = protocol.Pin(b"".join(keys), int(ttl_s * 1e3))  # a number that is none ends no session
         deadline = after(self.lookup_budget_ms)
         try:
             with self._turn(deadline) as session:
-                session.tell(protocol.Pin(b"".join(keys), int(ttl_s * 1e3)), deadline)
+                session.tell(pin, deadline)
         except (OSError, Trouble) as error:
             self._trouble(error)
 

@@ -81,6 +81,7 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._introduction: Introduction | None = None
         self._pool: Any = None
         self._reported: Counter[str] = Counter()
+        self._options.suit(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         if role is KVConnectorRole.SCHEDULER and getattr(transfer, "kv_load_failure_policy", "") == "fail":
             log.error(

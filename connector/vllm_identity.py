@@ -1,19 +1,19 @@
 """Whose KV it is: the name of the model and of everything else that shapes the bytes of a page.
 
 Pure, but for the files that it reads. Called by the worker half when the engine starts; the scheduler half takes over
-what the workers say. Standard library only; of vLLM's configuration it reads attributes, and knows no class.
+what the workers say. Imports ``vllm_weights``; of vLLM's configuration it reads attributes, and knows no class.
 """
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SAMPLES = 64
-SAMPLE_BYTES = 4096
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+from terracekv.connector.vllm_weights import weights_digest
+
 VOLATILE = {"transformers_version", "name_or_path", "torch_dtype", "dtype"}
 """Of a model's config: what says where it was read or by what, and not what it is."""
 
@@ -34,30 +34,10 @@ def revision(config: Any, given: str = "") -> str:
         return weights_digest(folder)
     if folder.is_file():
         return weights_digest(folder.parent, [folder])
-    commit = getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None)
-    if not commit:
-        raise ValueError(f"the revision of {model.model!r} is not known: set `revision` in kv_connector_extra_config")
-    return str(commit)
-
-
-def weights_digest(folder: Path, files: list[Path] | None = None) -> str:
-    """32 hex digits over the weights' files: sizes, beginnings, ends and samples at even distances.
-
-    It reads at most 256 KiB of each, so it costs milliseconds. Two trainings differ almost everywhere; an edit made to
-    be missed is not defended against: set ``revision`` where weights come from strangers.
-    """
-    digest = hashlib.sha256(b"terracekv/weights/1\0")
-    found = files or sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
-    if not found:
-        raise ValueError(f"no weights in {folder}: set `revision` in kv_connector_extra_config")
-    for path in found:
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with open(path, "rb") as file:
-            for sample in range(SAMPLES):
-                file.seek((size - SAMPLE_BYTES) * sample // (SAMPLES - 1) if size > SAMPLE_BYTES else 0)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
+    commit = str(getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None))
+    if not re.fullmatch("[0-9a-f]{40,64}", commit):  # a branch or a tag, which moves on
+        raise ValueError(f"the commit of {model.model!r} is not known: set `revision` in kv_connector_extra_config")
+    return commit
 
 
 def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layout: str | None) -> dict[str, Any]:
@@ -77,6 +57,7 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
         "kv_dtype": str(cache.cache_dtype),
         "kv_skip_layers": str(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "cache_layout": str(cache_layout),
+        "weights": _read_how(getattr(config, "load_config", None)),
         "backends": sorted(set(backends.values())),
         "config": hashlib.sha256(text.encode()).hexdigest()[:16],
     }
@@ -95,6 +76,12 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
     if any("CPU" in backend for backend in backends.values()):
         found["isa"] = cpu_flags()
     return found
+
+
+def _read_how(load: Any) -> list[str]:
+    """How weights come out of the files: made up, from other files of the folder, from another place."""
+    names = ("load_format", "ignore_patterns", "model_loader_extra_config")
+    return [json.dumps(getattr(load, name, None), sort_keys=True, default=str) for name in names]
 
 
 def fingerprint(found: Mapping[str, Any]) -> str:

@@ -5,19 +5,22 @@ vLLM's scheduler thread only, through ``connector.vllm``, and never waits for th
 that know no vLLM; of its requests and outputs it reads attributes.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from terracekv.connector.report import tokens_by_tier
+from terracekv.connector.report import leading_tokens, tokens_between
 from terracekv.connector.vllm_chain import Chain
 from terracekv.connector.vllm_lookups import UNREADABLE, Answer, Lookups
-from terracekv.connector.vllm_options import Options, Wish
+from terracekv.connector.vllm_options import Misunderstood, Options, Wish
 from terracekv.connector.vllm_plan import Load, Results, Store, pages
 from terracekv.connector.vllm_stores import PAGES_HELD, Stores
 from terracekv.connector.vllm_worth import Prefill
+
+log = logging.getLogger(__name__)
 
 Tables = Sequence[Sequence[int]]
 HEAD_ABSENT = "head_absent"
@@ -56,6 +59,8 @@ class Tracked:
     answer: Answer | None = None
     offered: tuple[int, int] = (0, 0)
     """(tokens that vLLM had, tokens offered beyond them)."""
+    waits_until: float | None = None
+    """When it was told to ask again: the time to which that goes on."""
     load: Load | None = None
     loaded: dict[str, int] = field(default_factory=dict)
     """Tokens of the load by the tier they were in."""
@@ -94,6 +99,8 @@ class SchedulerHalf:
         self._leaving: dict[str, Tracked] = {}
         """Those that are over while a load of theirs goes on."""
         self._loads: list[Load] = []
+        self._told: set[str] = set()
+        """Kinds of wishes not understood that the log has had."""
         self._joined: bool | None = None
         """As it was told last."""
 
@@ -106,6 +113,19 @@ class SchedulerHalf:
         tracked = self._requests.get(request.request_id) or self._track(request)
         if not tracked.read:
             return 0
+        tokens = self._found(tracked, request, computed)
+        now = self._clock()
+        if tokens is not None:
+            tracked.waits_until = None
+        elif tracked.waits_until is None:
+            tracked.waits_until = now + (self._options.lookup_budget_ms + self._options.wait_ms) / 1e3
+        elif now >= tracked.waits_until:  # however often the answer was lost and asked for anew
+            tracked.waits_until = None
+            return self._offer(tracked, computed, 0, "deadline")
+        return tokens
+
+    def _found(self, tracked: Tracked, request: Any, computed: int) -> int | None:
+        """As ``matched``, as long as the answer lasts."""
         answer = tracked.answer
         if answer is None or not self._lookups.lasts(answer):
             self._drop(tracked)
@@ -154,9 +174,7 @@ class SchedulerHalf:
         self._loads.append(load)
         answer = tracked.answer
         per_tier = answer.per_tier if answer is not None else {}
-        tracked.loaded = _between(per_tier, start, end, size)
-        for tier, tokens in tracked.loaded.items():
-            self.stats[f"hit_tokens/{tier}"] += tokens
+        tracked.loaded = tokens_between(per_tier, start, end, size)
 
     def give_up(self, request: Any, blocks: Any) -> None:
         """Tokens were promised that can be loaded no more, by an error of ours: let the workers say so, or the request
@@ -219,6 +237,8 @@ class SchedulerHalf:
         for id in received:
             tracked = self._leaving.pop(id, None) or self._requests.get(id)
             if tracked is not None:
+                for tier, tokens in tracked.loaded.items() if tracked.load is not None else ():
+                    self.stats[f"hit_tokens/{tier}"] += tokens
                 self._drop(tracked)
                 tracked.load = None
         if results is not None:
@@ -231,7 +251,7 @@ class SchedulerHalf:
                     if tracked is not None and done.why == HEAD_ABSENT:
                         tracked.stored = 0
                         tracked.retries += 1
-                        tracked.write = tracked.retries <= RETRIES_MAX
+                        tracked.write = tracked.write and tracked.retries <= RETRIES_MAX
 
     def finished(self, request: Any) -> None:
         """The request is over, in whatever way. A load under way goes on: vLLM keeps its pages until it is reported."""
@@ -249,9 +269,19 @@ class SchedulerHalf:
         return tracked.loaded if tracked is not None else {}
 
     def weights_changed(self, weights: bytes) -> None:
-        """From here on nothing that was computed before is found, in any tier."""
-        if self._options.reset == "forget":
-            self._weights = weights
+        """From here on nothing that was computed before is found, in any tier, by whatever request."""
+        if self._options.reset != "forget":
+            return
+        self._weights = weights
+        for tracked in self._requests.values():
+            if tracked.load is None:  # or the workers still need its lease
+                self._drop(tracked)
+            request = tracked.chain.request
+            if tracked.load is not None or request.num_computed_tokens:
+                tracked.read = tracked.write = False  # vLLM goes on with KV of before: no key names the mixture
+            else:
+                tracked.chain, tracked.stored = Chain(request, self._shape.block_tokens, weights), 0
+                self._ask(tracked)
 
     def take_stats(self) -> Counter[str]:
         """Counts since the last call."""
@@ -272,20 +302,28 @@ class SchedulerHalf:
         wish, why = Wish(), None
         try:
             wish = Wish.read_from(request.kv_transfer_params)
-        except ValueError as error:
-            why, wish = f"params: {error}", Wish(read=False, write=False)
+        except Misunderstood as error:
+            why, wish = "params", Wish(read=False, write=False)
+            if error.kind not in self._told:
+                self._told.add(error.kind)
+                log.warning("request %.80r is not cached, nor are others like it: %s", request.request_id, error)
         if getattr(request, "resumable", False):
             why, wish = "streaming_input", Wish(read=False, write=False)
         if why is not None:
-            self.stats[f"skipped/{why.partition(':')[0]}"] += 1
+            self.stats[f"skipped/{why}"] += 1
         no_reuse = bool(getattr(request, "skip_reading_prefix_cache", False))
         tracked = Tracked(chain, wish.read and self._reads and not no_reuse, wish.write and self._writes, wish.ttl_s)
         if self.stores.follows_tables:
             tracked.tables = []
         self._requests[request.request_id] = tracked
-        if tracked.read or tracked.write:
-            tracked.answer = self._lookups.ask(chain, self._most(request) if tracked.read else 0)
+        self._ask(tracked)
         return tracked
+
+    def _ask(self, tracked: Tracked) -> None:
+        """Begin to look, or where nothing may be loaded to compute the keys of what is to be stored."""
+        if tracked.read or tracked.write:
+            tokens = self._most(tracked.chain.request) if tracked.read else 0
+            tracked.answer = self._lookups.ask(tracked.chain, tokens)
 
     def _most(self, request: Any) -> int:
         """Never the last token, whole pages, and one page less where a drafter needs the model's hidden states."""
@@ -320,6 +358,9 @@ class SchedulerHalf:
         self._lookups.forget(keys)
         tracked.read = False  # or it would be loaded again, and fail again
         tracked.stored = min(tracked.stored, first + blocks)
+        # With several KV groups vLLM begins such a request anew and uses nothing of it.
+        good = (first + blocks) * self._shape.block_tokens if len(self._shape.page_tokens) == 1 else 0
+        tracked.loaded = leading_tokens(tracked.loaded, good - tracked.load.start)
 
     def _drop(self, tracked: Tracked) -> None:
         if tracked.answer is not None:
@@ -345,16 +386,3 @@ class SchedulerHalf:
             else:
                 for table, more in zip(tracked.tables, added, strict=True):
                     table.extend(more)
-
-
-def _between(per_tier: Mapping[str, int], start: int, end: int, block_tokens: int) -> dict[str, int]:
-    """Tokens [start, end) by the tier that had them."""
-    found = {}
-    at = 0
-    reach = -(-end // block_tokens)
-    for tier, tokens in tokens_by_tier(per_tier, reach, block_tokens).items():
-        mine = min(end, at + tokens) - max(start, at)
-        if mine > 0:
-            found[tier] = mine
-        at += tokens
-    return found

@@ -15,6 +15,7 @@ from terracekv.connector.client import Client
 from terracekv.connector.leases import Leases
 from terracekv.connector.vllm_identity import facts, fingerprint, kv_dtype, model_name, revision
 from terracekv.connector.vllm_layout import GroupSpec, Pages, Unfit, alignment, block_tokens_for
+from terracekv.connector.vllm_log import log_beside_vllm
 from terracekv.connector.vllm_lookups import Lookups
 from terracekv.connector.vllm_options import Options
 from terracekv.connector.vllm_scheduler import SchedulerHalf, Shape
@@ -59,6 +60,7 @@ def introduce(
     config: Any, kv: Any, options: Options, tensors: Mapping[str, Any], version: str
 ) -> tuple[Introduction, Pages | None]:
     """Who this worker is and where its pages are; an engine that is not cached says why and has none."""
+    log_beside_vllm()
     try:
         return _introduce(config, kv, options, tensors, version)
     except ValueError as error:
@@ -84,6 +86,7 @@ def scheduler_half(
     ranks: Sequence[Introduction], config: Any, options: Options, *, reads: bool, writes: bool
 ) -> SchedulerHalf | None:
     """None, logged, when the engine is not cached or its ranks contradict each other."""
+    log_beside_vllm()
     unfit = next((rank.unfit for rank in ranks if rank.unfit is not None), None)
     if unfit is not None or not ranks:
         log.error("TerraceKV caches nothing for this engine: %s", unfit or "no worker introduced itself")

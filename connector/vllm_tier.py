@@ -22,8 +22,10 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from terracekv.connector.client import Client
-from terracekv.connector.vllm_identity import cpu_flags, fingerprint, weights_digest
+from terracekv.connector.vllm_identity import cpu_flags, fingerprint
+from terracekv.connector.vllm_log import log_beside_vllm
 from terracekv.connector.vllm_options import SOCKET
+from terracekv.connector.vllm_weights import weights_digest
 from terracekv.daemon.protocol import LayerGroup, Layout, dense_strides
 
 log = logging.getLogger("vllm.terracekv")
@@ -49,6 +51,7 @@ class TerraceTier(SecondaryTierManager):  # type: ignore[misc]
         **client_options: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_beside_vllm()
         config = offloading_spec.config
         name = config.model.name
         if not revision and not Path(name).is_dir():

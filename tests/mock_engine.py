@@ -18,7 +18,7 @@ from terracekv.connector.vllm_options import Options
 from terracekv.connector.vllm_plan import Results, Step
 from terracekv.connector.vllm_scheduler import SchedulerHalf
 from terracekv.connector.vllm_start import Introduction
-from terracekv.tests.mock_pages import BLOCK, LAYERS, PAGE, Pool, Rank, Request
+from terracekv.tests.mock_pages import BLOCK, LAYERS, PAGE, Pool, Rank, Request, lacking
 
 STEPS_MAX = 20_000
 
@@ -42,6 +42,7 @@ class Engine:
         policy: str = "recompute",
         eagle: bool = False,
         older: bool = False,
+        weights: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
     ) -> None:
@@ -49,7 +50,7 @@ class Engine:
         self.page_count = pages
         self.chunk = chunk
         self.policy = policy
-        self.older = older
+        self.older, self.weights = older, weights
         self.told: dict[str, list[int]] = {}
         """Pages of each group that an older vLLM has told by now."""
         self.pool = Pool(pages)
@@ -163,6 +164,14 @@ class Engine:
         request.resumed = True
         self.waiting.insert(0, request)
 
+    def reset(self, weights: bytes, *, running: bool = True) -> None:
+        """New weights, and a reset of the prefix cache: with ``running`` all that runs begins anew."""
+        while running and self.running:
+            self.preempt(self.running[-1])
+        self.weights = weights
+        if self.half is not None:
+            self.half.weights_changed(weights)
+
     def step(self) -> dict[str, int]:
         """One step of the engine: tokens computed by request."""
         scheduled = self._schedule()
@@ -226,7 +235,7 @@ class Engine:
                 continue
             tokens = min(left, request.num_tokens - request.num_computed_tokens)
             if not self._grow(request, request.num_computed_tokens + tokens):
-                break
+                continue
             if self.half is not None:
                 self.half.allocated(request, _blocks(request), 0)
             self.waiting.remove(request)
@@ -257,7 +266,8 @@ class Engine:
             reach = local + found
             assert found % align == 0 and reach < request.num_tokens
             request.num_computed_tokens = 0
-            if not self._grow(request, reach):
+            begun = [other for other in (*self.loading, *self.waiting) if other.num_computed_tokens]
+            if lacking(request, *begun) > len(self.pool.free) or not self._grow(request, reach):
                 return False
             request.num_computed_tokens, request.loaded_tokens = reach, found
             self._grow(request, reach)  # gives back what is behind a window already
@@ -286,7 +296,7 @@ class Engine:
         return True
 
     def _seeds(self, request: Request, tokens: int) -> list[bytes]:
-        seed = hashlib.sha256(request.identity).digest()
+        seed = hashlib.sha256(self.weights + request.identity).digest()
         seeds = []
         for token in range(tokens):
             seed = hashlib.sha256(seed + request.at(token)).digest()
@@ -376,14 +386,14 @@ class Engine:
         return next(r for r in (*self.running, *self.waiting, *self.loading) if r.request_id == id)
 
 
-def truth(request: Request, **settings: Any) -> list[int]:
-    """The answer of a run without a connector. ``request`` is as it arrived."""
+def truth(request: Request, *, weights: bytes = b"", said: int = 0, **settings: Any) -> list[int]:
+    """The answer of a run without a connector. ``request`` is as it arrived, or as it was ``said`` tokens later."""
     settings = {key: value for key, value in settings.items() if key in ("ranks", "replicas", "windows")}
     copy = Request(
-        request.request_id, list(request.all_token_ids[: request.num_prompt_tokens]), request.answer_tokens,
+        request.request_id, request.all_token_ids[: request.num_prompt_tokens + said], request.answer_tokens - said,
         lora_request=request.lora_request, mm_features=request.mm_features,
     )  # fmt: skip
-    return Engine(None, **settings).ask(copy)[0]
+    return Engine(None, weights=weights, **settings).ask(copy)[0]
 
 
 def _blocks(request: Request) -> Any:

@@ -86,6 +86,12 @@ def prompt(id: str, tokens: int, seed: int = 0, **fields: Any) -> Request:
     return Request(id, [(seed * 7919 + token * 31) % 50_000 for token in range(tokens)], **fields)
 
 
+def lacking(*requests: Request) -> int:
+    """Pages to the end of what there is of them: vLLM begins no load that could leave all who hold pages waiting for
+    more."""
+    return sum(-(-request.num_tokens // PAGE) - len(table) for request in requests for table in request.tables)
+
+
 class Pool:
     """vLLM's block pool: references, and a list of free pages in the order of their reuse. Page 0 stands for none."""
 

@@ -129,6 +129,26 @@ def test_one_request_can_keep_itself_out_of_the_cache(engine: Make) -> None:
         assert cold.answer == fresh.answer == odd.answer == truth(prompt("0", 50))
 
 
+def test_a_wish_that_is_not_understood_is_counted_each_time_and_logged_once_for_each_kind(
+    engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds: dict[str, list[Any]] = {
+        "has 'typo": [{f"typo {n}": False} for n in range(5)],
+        "has a ttl_s that it cannot have: ": [{"ttl_s": value} for value in (-1, 1e300, "x\nforged line")],
+        "has a read that": [{"read": 0}, {"read": "x" * 100_000}],
+        "has a write that": [{"write": None}],
+        "and should be an object": [[], "read"],
+    }
+    with engine() as first:
+        for number, wish in enumerate(wishes := [wish for kind in kinds.values() for wish in kind]):
+            asked = prompt(f"{number}", 20, kv_transfer_params={"terracekv": wish})
+            assert first.ask(asked) == [truth(asked)]
+        assert first.half is not None and first.half.take_stats()["skipped/params"] == len(wishes)
+    lines = [record.getMessage() for record in caplog.records if "is not cached" in record.getMessage()]
+    assert [sum(kind in line for line in lines) for kind in kinds] == [1] * len(kinds) == [1] * len(lines)
+    assert all("\n" not in line and len(line) < 400 for line in lines)
+
+
 def test_one_request_can_ask_that_its_blocks_stay_in_host(daemon: Daemon, engine: Make) -> None:
     def leased() -> int:
         return int(daemon.http("/v1/status")[1]["tiers"]["host"]["leased_blocks"])

@@ -1,20 +1,26 @@
 """Whose KV it is: two requests share a block only when everything that shapes it is the same."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from terracekv.connector import vllm_weights
 from terracekv.connector.vllm_chain import Adapters, Chain
-from terracekv.connector.vllm_identity import adapter_digest, facts, fingerprint, model_name, revision, weights_digest
+from terracekv.connector.vllm_identity import adapter_digest, facts, fingerprint, model_name, revision
+from terracekv.connector.vllm_weights import weights_digest
+from terracekv.tests.harness import until
 from terracekv.tests.mock_engine import Engine, truth
 from terracekv.tests.mock_pages import BLOCK, Request, prompt
 from terracekv.tiers.block import block_keys
 
 Make = Callable[..., Engine]
+LONG_AGO_S = 3600.0
 NAMESPACE = bytes(range(32))
 
 
@@ -131,6 +137,62 @@ def test_after_a_change_of_weights_nothing_older_is_found(engine: Make) -> None:
         assert loaded(sleeping, prompt("e", 50)) == 48
 
 
+@pytest.mark.fault(15)
+@pytest.mark.parametrize("state", ["waiting", "found", "running", "answering", "preempted"])
+def test_a_request_that_lives_through_a_change_of_weights_begins_anew_under_the_new_ones(
+    engine: Make, state: str
+) -> None:
+    with engine() as first:
+        first.ask(prompt("before", 80))
+    with engine() as second:
+        asked = prompt("a", 80, answer_tokens=20)
+        if state in ("waiting", "found"):
+            second.add(asked)
+        else:
+            second.add(asked)
+            until(lambda: second.step() is not None and asked.status == "running", "it runs", 10)
+        half = second.half
+        assert half is not None
+        if state == "found":
+            tracked = half._requests["a"]
+            until(lambda: tracked.answer is not None and tracked.answer.found, "its lookup has come back", 10)
+        while state in ("answering", "preempted") and len(asked.answer) < 9:
+            second.step()
+        if state == "preempted":
+            second.preempt(asked)
+        said, asked.loaded_tokens = len(asked.answer), 0
+        second.reset(b"epoch 2")
+        second.run()
+        assert asked.loaded_tokens == 0, "what was computed before was loaded"
+        assert asked.answer[said:] == truth(asked, weights=b"epoch 2", said=said)
+        second.idle()
+        until(lambda: not half._lookups._holding and not half._lookups._session._held, "nothing is leased", 10)
+        again = prompt("b", 80)
+        assert second.ask(again) == [truth(again, weights=b"epoch 2")]
+        assert again.loaded_tokens == 76, "it was stored for those that come after"
+    with engine() as third:
+        assert loaded(third, prompt("c", 80)) == 76, "under the weights of before"
+
+
+@pytest.mark.fault(15)
+@pytest.mark.parametrize("state", ["loading", "running"])
+def test_kv_of_both_weights_is_stored_for_nobody(engine: Make, state: str) -> None:
+    with engine() as first:
+        first.ask(prompt("before", 80))
+    with engine(chunk=16) as second:
+        asked = second.add(prompt("a", 80 if state == "loading" else 120, answer_tokens=20))
+        wanted = "loading" if state == "loading" else "running"
+        until(lambda: second.step() is not None and asked.status == wanted, "it is under way", 10)
+        second.reset(b"epoch 2", running=False)
+        second.idle()
+        whole = Request("b", list(asked.all_token_ids))
+        assert second.ask(whole) == [truth(whole, weights=b"epoch 2")]
+        assert whole.loaded_tokens == 0
+    with engine() as third:
+        after = Request("c", list(asked.all_token_ids))
+        assert third.ask(after) == [truth(after)], "under the weights of before"
+
+
 class Embeds:
     """A tensor of prompt embeddings, of one number a token."""
 
@@ -184,7 +246,12 @@ def config(**changes: Any) -> SimpleNamespace:
     parallel = SimpleNamespace(
         tensor_parallel_size=changes.get("tp", 1), pipeline_parallel_size=changes.get("pp", 1), data_parallel_size=1
     )
-    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
+    load = SimpleNamespace(
+        load_format=changes.get("load", "auto"),
+        ignore_patterns=None,
+        model_loader_extra_config=changes.get("extra", {}),
+    )
+    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel, load_config=load)
 
 
 def told(backend: str = "FLASH_ATTN", version: str = "0.32.0", layout: str = "LBHNC", **changes: Any) -> str:
@@ -197,10 +264,18 @@ def test_whatever_shapes_a_page_is_part_of_its_name() -> None:
     others = [
         told(backend="FLASHINFER"), told(version="0.33.0"), told(layout="LBNHC"), told(hidden=9), told(tp=2),
         told(pp=2), told(cache_dtype="fp8"), told(backend="CPU_ATTN"),
+        told(load="dummy"), told(load="pt"), told(load="tensorizer", extra={"tensorizer_uri": "elsewhere"}),
+        told(load="tensorizer", extra={"tensorizer_uri": "a third place"}),
     ]  # fmt: skip
     assert len({plain, *others}) == 1 + len(others)
     with pytest.raises(ValueError, match="differ from run to run"):
         told(scales=True)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 def test_weights_are_told_apart_by_what_is_in_their_files(tmp_path: Path) -> None:
@@ -213,8 +288,80 @@ def test_weights_are_told_apart_by_what_is_in_their_files(tmp_path: Path) -> Non
     local = config(model=str(tmp_path / "a"))
     assert (model_name(local), revision(local)) == ("a", a)
     assert (model_name(local, "given"), revision(local, "given")) == ("given", "given")
-    with pytest.raises(ValueError, match="set `revision`"):
-        revision(config())
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no weights"):
         weights_digest(tmp_path / "empty")
+
+
+def test_a_download_is_known_by_its_commit_and_by_nothing_that_moves_on() -> None:
+    download = config()
+    for moving in (None, "main", "v1.0"):
+        download.model_config.revision = moving
+        with pytest.raises(ValueError, match="set `revision`"):
+            revision(download)
+    download.model_config.hf_config._commit_hash = "0123456789" * 4
+    assert revision(download) == "0123456789" * 4
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one file", "two files"])
+def test_any_byte_of_the_weights_counts_wherever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    monkeypatch.setattr(vllm_weights, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(vllm_weights, "CHUNK_BYTES", 1 << 12)
+    weights = Random(1).randbytes(1_000_003)
+
+    def digest(content: bytes) -> str:
+        half = len(content) // 2 if sharded else len(content)
+        for number, part in enumerate((content[:half], content[half:])):
+            if part:
+                (tmp_path / f"model-{number}.safetensors").write_bytes(part)
+        return weights_digest(tmp_path)
+
+    plain = digest(weights)
+    for at in [0, *Random(2).sample(range(len(weights)), 12), len(weights) - 1]:
+        changed = weights[:at] + bytes([weights[at] ^ 1]) + weights[at + 1 :]
+        assert digest(changed) != plain, f"byte {at}"
+    assert digest(weights) == plain
+    assert digest(weights[:-1]) != plain
+
+
+def test_weights_are_read_once_and_again_whenever_their_file_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+    whole = vllm_weights._read_whole
+
+    def counted(path: Path) -> bytes:
+        reads.append(path)
+        return whole(path)
+
+    monkeypatch.setattr(vllm_weights, "_read_whole", counted)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1" * 1000)
+    first = weights_digest(tmp_path)
+    assert weights_digest(tmp_path) == first and len(reads) == 2, "written just now: not remembered yet"
+    monkeypatch.setattr(vllm_weights, "SETTLED_S", -LONG_AGO_S)
+    assert [weights_digest(tmp_path) for _ in range(3)] == [first] * 3 and len(reads) == 3
+    before = file.stat()
+    file.write_bytes(b"2" * 1000)
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of file times ticks every few milliseconds
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert weights_digest(tmp_path) != first, "same size, inode and time of modification"
+    file.write_bytes(b"1" * 1000)
+    assert weights_digest(tmp_path) == first
+
+
+def test_without_a_home_or_with_a_damaged_memory_weights_are_read_anew(tmp_path: Path, home: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1" * 1000)
+    first = weights_digest(tmp_path)
+    (home / "file").write_text("")
+    assert weights_digest(tmp_path, cache=home / "file" / "no folder") == first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_weights, "SETTLED_S", -LONG_AGO_S)
+        weights_digest(tmp_path)
+        notes = [note for note in (home / ".cache" / "terracekv" / "weights").iterdir() if note.name != "lock"]
+        assert len(notes) == 1 and notes[0].stat().st_size
+        notes[0].write_text(notes[0].read_text()[:-30])
+        assert weights_digest(tmp_path) == first

@@ -10,6 +10,8 @@ import pytest
 
 from terracekv.connector import vllm_start
 from terracekv.connector.client import Client
+from terracekv.connector.leases import Held
+from terracekv.connector.vllm_lookups import Answer
 from terracekv.connector.vllm_worth import Prefill, Worth
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.mock_engine import Engine, truth
@@ -74,7 +76,7 @@ def test_a_lease_ends_with_the_plan_the_request_and_its_time(warm: Engine, engin
     warm.abort(shrunk)
     warm.ask(prompt("c", 60))
     until(lambda: _leases(warm) == 0, "a load that is over releases it")
-    with engine(lease_s=0, load_deadline_ms=0) as hasty:
+    with engine(lease_s=1, wait_ms=900, load_deadline_ms=0) as hasty:
         hasty.add(waiting := prompt("d", 60))
         until(lambda: _leases(hasty) == 0, "one that nobody comes for expires")
         hasty.abort(waiting)
@@ -156,6 +158,33 @@ def test_blocks_that_do_not_come_up_in_time_cut_the_prefix(demoted: Daemon) -> N
         clock.now -= 2
         assert hasty.half.matched(request, 0) == 3 * BLOCK, "what has failed is not waited for"
         hasty.abort(request)
+
+
+@pytest.mark.parametrize("trouble", ["answers do not last", "answers do not come", "blocks do not come up"])
+def test_whatever_happens_a_request_waits_no_longer_than_its_time_in_all(
+    warm: Engine, engine: Make, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    clock = Clock()
+    with engine(clock=clock, lookup_budget_ms=500, wait_ms=1500) as second:
+        half = second.half
+        assert half is not None
+        rising = Held(None, 1, 7, {0})  # type: ignore[arg-type]
+        answers = {
+            "answers do not come": lambda: Answer(clock.now),
+            "answers do not last": lambda: Answer(clock.now, clock.now, 7, held=rising),
+            "blocks do not come up": lambda: Answer(clock.now, clock.now, 7, held=rising),
+        }
+        lasting_s = 0.0 if trouble == "answers do not last" else 0.4
+        monkeypatch.setattr(half._lookups, "ask", lambda *_: answers[trouble]())
+        monkeypatch.setattr(half._lookups, "lasts", lambda answer: clock.now < answer.asked + lasting_s)
+        request = second.add(prompt("a", 60))
+        began = clock.now
+        while half.matched(request, 0) is None:
+            clock.now += 0.1
+            assert clock.now < began + 3, "it waits for ever"
+        assert half.take_stats()["skipped/deadline"] == 1
+        monkeypatch.undo()
+        second.abort(request)
 
 
 @pytest.mark.fault(128)

@@ -30,12 +30,29 @@ def test_the_default_socket_is_that_of_a_daemon_with_default_settings() -> None:
         ({"store_output": 1}, "store_output is 1, and should be bool"),
         ({"reset": "sometimes"}, "reset is 'sometimes'"),
         ({"pages_held": 0}, "pages_held is 0"),
+        ({"pages_held": float("nan")}, "pages_held is nan"),
+        ({"prefill_tokens_per_s": float("nan")}, "prefill_tokens_per_s is nan"),
+        ({"prefill_tokens_per_s": float("inf")}, "prefill_tokens_per_s is inf"),
+        ({"socket": ""}, "socket is ''"),
+        ({"socket": "/x" * 60}, "a path of at most 107 bytes"),
+        *(({name: "a\0b"}, f"{name} is 'a\\x00b'") for name in ("socket", "model", "revision", "credential_file")),
+        *(({f.name: 10**30}, f"{f.name} is 1000") for f in fields(Options) if type(f.default) is int),
+        ({"lease_s": 0}, "lease_s is 0, and should be longer than wait_ms, 2000"),
+        ({"lease_s": 2}, "lease_s is 2, and should be longer than wait_ms, 2000"),
+        ({"wait_ms": 60_000}, "lease_s is 60, and should be longer than wait_ms, 60000"),
     ],
 )
 def test_a_setting_that_is_not_understood_is_named(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError) as error:
         Options.read(given)
     assert says in str(error.value)
+
+
+def test_a_block_of_half_a_page_of_any_kv_group_is_refused_at_the_start() -> None:
+    Options.read({"block_tokens": 96}).suit([16, 48])
+    Options.read({}).suit([16, 48])
+    with pytest.raises(ValueError, match="block_tokens is 33, and should be a multiple of 16, vLLM's own"):
+        Options.read({"block_tokens": 33}).suit([11, 16])
 
 
 def test_every_setting_stands_in_the_manual_with_its_default() -> None:
@@ -51,7 +68,21 @@ def test_settings_have_defaults_and_whole_numbers_are_numbers() -> None:
     assert Options.read({"prefill_tokens_per_s": 100}).prefill_tokens_per_s == 100.0
 
 
-@pytest.mark.parametrize("given", [3, {"reads": True}, {"read": 1}, {"ttl_s": True}, {"ttl_s": -1}, {"ttl_s": "x"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        3,
+        {"reads": True},
+        {"read": 1},
+        {"ttl_s": True},
+        {"ttl_s": -1},
+        {"ttl_s": "x"},
+        {"ttl_s": 1e300},
+        {"ttl_s": float("inf")},
+        {"ttl_s": float("nan")},
+        {"ttl_s": 10**400},
+    ],
+)
 def test_a_wish_that_is_not_understood_is_named(given: Any) -> None:
     with pytest.raises(ValueError, match="kv_transfer_params: terracekv"):
         Wish.read_from({"terracekv": given})

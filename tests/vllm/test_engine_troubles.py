@@ -1,7 +1,9 @@
 """What goes wrong between engine and daemon costs a computation and nothing else: the answer stays what it would be."""
 
+import logging
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -11,6 +13,7 @@ import pytest
 from terracekv.connector import vllm_start
 from terracekv.connector.ahead import Settle
 from terracekv.connector.client import Client, Copy, Loaded, Stored
+from terracekv.connector.vllm_options import Wish
 from terracekv.daemon.http_client import Door
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.mock_engine import Engine, truth
@@ -78,7 +81,10 @@ def test_a_block_that_does_not_come_is_computed(
     with engine(**settings) as second:
         asked = prompt("b", 10 * BLOCK + 2)
         assert second.ask(asked) == [truth(asked, **settings)]
-        assert second.half is not None and second.half.take_stats()["failed/damaged"] == 1
+        assert second.half is not None
+        stats = second.half.take_stats()
+        assert stats["failed/damaged"] == 1
+        assert sum(stats[name] for name in stats if name.startswith("hit_tokens/")) == asked.loaded_tokens
         assert second.ranks[0].half.take_stats()["load_tokens"] == fail_at * BLOCK
         if "windows" not in settings:
             assert asked.loaded_tokens == fail_at * BLOCK
@@ -238,6 +244,29 @@ def test_a_daemon_that_stands_still_costs_the_budget_of_one_lookup(shm_dir: Path
             daemon.cont()
 
 
+@pytest.mark.parametrize(
+    "ttl_s", [366 * 86_400, 1e12, 1e300, float("inf"), float("nan"), 10**400],
+    ids=["a year", "longer", "1e300", "inf", "nan", "10**400"],
+)  # fmt: skip
+@pytest.mark.parametrize("checked", [True, False], ids=["as it comes", "past the check of what a request asks for"])
+def test_no_request_can_end_the_schedulers_session_by_what_it_asks_for(
+    daemon: Daemon, engine: Make, monkeypatch: pytest.MonkeyPatch, checked: bool, ttl_s: float
+) -> None:
+    if not checked:
+        monkeypatch.setattr(Wish, "read_from", lambda params: Wish(ttl_s=ttl_s if params else 0))
+    with engine() as first:
+        assert first.half is not None
+        lookups = first.half._lookups
+        session = lookups._session._session
+        asked = prompt("a", 60, kv_transfer_params={"terracekv": {"ttl_s": ttl_s}})
+        assert first.ask(asked) == [truth(asked)]
+        first.idle()
+        until(lambda: lookups._work.empty(), "the wish was read")
+        other = prompt("b", 60, seed=1)
+        assert first.ask(other) == [truth(other)]
+        assert session is not None and lookups._session._session is session, "the same session"
+
+
 @pytest.mark.fault(119)
 def test_an_engine_without_its_daemon_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Engine(tmp_path / "nobody") as alone:
@@ -248,6 +277,55 @@ def test_an_engine_without_its_daemon_says_so(tmp_path: Path, caplog: pytest.Log
         assert stats["joined"] == 0 and "joined" in stats and stats["skipped/no_daemon"] == 1
         assert "joined" not in alone.half.take_stats(), "said once"
     assert "everything is a miss until it is back" in caplog.text
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[list[str]]:
+    """What vLLM's own handler is given, at the level that vLLM has."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_every_part_of_the_connector_speaks_through_vllms_own_log(engine: Make, vllm_log: list[str]) -> None:
+    with engine():
+        for module in (Path(vllm_start.__file__).parent).glob("*.py"):
+            if (name := f"terracekv.connector.{module.stem}") in sys.modules:
+                said = getattr(sys.modules[name], "log", None)
+                if said is not None:
+                    said.info("from %s", module.stem)
+                    assert f"INFO from {module.stem}" in vllm_log
+
+
+def test_the_log_says_what_has_become_of_the_session_and_when_it_is_back(
+    shm_dir: Path, tmp_path: Path, vllm_log: list[str]
+) -> None:
+    def said(text: str) -> bool:
+        return any(text in line for line in vllm_log)
+
+    with Daemon(shm_dir, tmp_path) as daemon:
+        with Engine(daemon.socket, lookup_budget_ms=20, store_deadline_ms=100) as engine:
+            assert said(f"INFO joined the daemon at {daemon.socket}")
+            assert engine.half is not None
+            daemon.stop()
+            engine.add(prompt("a", 60))
+            until(lambda: said(f"WARNING the daemon at {daemon.socket} did not answer within 20 ms"), "it is late")
+            assert not said("no daemon"), "it is there, and late"
+            vllm_log.clear()
+            daemon.cont()
+            until(lambda: said(f"INFO joined the daemon at {daemon.socket}"), "it is back")
+            engine.idle()
+            daemon.kill()
+            until(
+                lambda: engine.ask(prompt(f"{len(engine.finished)}", 60)) and said("WARNING no daemon at"), "it is gone"
+            )
 
 
 @pytest.mark.fault(62)
