@@ -1,6 +1,7 @@
 """The floor plan: who may import whom, how large a thing may grow. Kept as data, so that a change is a visible diff."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -103,14 +104,20 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
 
 
 def imports(path: Path) -> set[str]:
     """All that the module imports, wherever in it the import stands."""
     found = set[str]()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         match node:
             case ast.Import(names=names):
                 found |= {alias.name for alias in names}
@@ -173,7 +180,7 @@ def test_module_fits_in_the_head(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_function_fits_on_a_screen(path: Path) -> None:
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
@@ -206,7 +213,7 @@ def test_package_is_a_docstring_and_nothing_else(room: str) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_only_an_outermost_frame_catches_everything(path: Path) -> None:
     broad = 0
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.ExceptHandler):
             if isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None:
                 continue  # tidies up and lets the error go on
@@ -226,7 +233,7 @@ def test_settings_are_read_in_one_place(path: Path) -> None:
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_no_key_comes_from_the_seeded_builtin_hash(path: Path) -> None:
-    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call) and ast.unparse(n.func) in ("hash", "id")]
+    calls = [n for n in nodes(path) if isinstance(n, ast.Call) and ast.unparse(n.func) in ("hash", "id")]
     assert not [ast.unparse(call) for call in calls if ast.unparse(call.func) == "hash"]
 
 
