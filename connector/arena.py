@@ -11,11 +11,15 @@ import mmap
 import os
 import struct
 import threading
+from collections.abc import Callable
 
 from terracekv.daemon.protocol import Slot, Welcome
 from terracekv.kernels.pages import populate
 
 PREFAULT_BYTES = 32 << 20
+
+Attach = Callable[[memoryview], Callable[[], None]]
+"""Told of a mapping while it may be copied from and to; what it answers is called when that ends."""
 _GENERATION = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -39,6 +43,11 @@ class Arena:
         self._stop = threading.Event()
         self._prefault = threading.Thread(target=self._populate, name="terracekv-prefault", daemon=True)
         self._prefault.start()
+        self._detach: Callable[[], None] | None = None
+
+    def attach(self, attach: Attach) -> None:
+        """Tell of this mapping. At most once."""
+        self._detach = attach(self.view)
 
     def serves(self, welcome: Welcome) -> bool:
         """Whether these mappings are those that another Welcome names: the same files, not just the same paths."""
@@ -65,6 +74,7 @@ class Arena:
     def forget(self) -> None:
         """Close in a forked child, which shares the lock with its parent and must leave it locked."""
         self._locked = None
+        self._detach = None  # what the parent's GPU pinned is the parent's
         self.close()
 
     def payload(self, slot: Slot, size_bytes: int) -> memoryview:
@@ -79,6 +89,9 @@ class Arena:
         """Unmap. Nobody copies any more."""
         self._stop.set()
         self._prefault.join()
+        if self._detach is not None:
+            self._detach()
+            self._detach = None
         self.unlock()
         self._slots.close()
         with contextlib.suppress(BufferError):  # an engine may have kept a view; the mapping goes with it

@@ -16,26 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from terracekv.connector.arena import Arena
+from terracekv.connector.ahead import Ahead, Settle
+from terracekv.connector.arena import Arena, Attach
+from terracekv.connector.commits import Commits
 from terracekv.connector.connection import JOIN_S, Connection, Trouble, after
 from terracekv.daemon import protocol
-from terracekv.daemon.protocol import PROBE, VERSION, Found, Layout, Welcome
+from terracekv.daemon.protocol import PROBE, VERSION, Found, Layout, Slot, Welcome
 from terracekv.tiers.block import block_keys
 
 log = logging.getLogger(__name__)
 
 RETRY_S = (0.05, 1.0)
 """First and longest pause between attempts to join."""
-IN_FLIGHT = 64
-"""Commits sent ahead of their answers: more would only fill the socket."""
-COMMIT_BYTES = 8 << 20
-"""Blocks are committed when so many bytes were copied: enough that the message costs little beside the copy, few enough
-that the daemon finds them in the processor's cache when it checks them, while the next are copied."""
 
 _clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 Copy = Callable[[int, memoryview], None]
-"""Copies block ``index`` between the engine and a payload in the arena."""
+"""Copies block ``index`` between the engine and a payload in the arena; with a ``Settle``, it may only begin to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +58,8 @@ class Client:
     """``socket`` is the daemon's ``engine.sock``. ``shard`` is None for a scheduler, which only looks up.
 
     Budgets are milliseconds: a lookup waits for the daemon at most ``lookup_budget_ms``, a load or store at most its
-    deadline. The first attempt to join is made here; if it fails, joining goes on in the background.
+    deadline. The first attempt to join is made here; if it fails, joining goes on in the background. ``attach`` is told
+    of each arena that is mapped.
     """
 
     def __init__(
@@ -81,6 +79,7 @@ class Client:
         lookup_budget_ms: int = 20,
         load_deadline_ms: int = 10_000,
         store_deadline_ms: int = 10_000,
+        attach: Attach | None = None,
     ) -> None:
         self.path = str(socket)
         self.block_tokens = block_tokens
@@ -98,6 +97,7 @@ class Client:
         self._session: Connection | None = None
         self._welcome: Welcome | None = None
         self._arena: Arena | None = None
+        self._attach = attach
         self._joiner: threading.Thread | None = None
         self._closing = threading.Event()
         _clients.add(self)
@@ -135,7 +135,7 @@ class Client:
         """How many leading blocks the daemon has, and from which tier."""
         deadline = after(self.lookup_budget_ms)
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 answer = session.ask(
                     lambda id: protocol.Lookup(id, b"".join(keys), self.lookup_budget_ms), Found, deadline
                 )
@@ -144,60 +144,64 @@ class Client:
             why = self._trouble(error)
             return Found(0, 0, {}, 0, why, 0.0)
 
-    def load(self, keys: Sequence[bytes], scatter: Copy) -> Loaded:
-        """Copy the leading run of blocks out of the arena, each as soon as it is there.
-
-        ``scatter`` may be given bytes that turn out to be stale: only blocks below ``Loaded.blocks`` count.
-        """
+    def load(self, keys: Sequence[bytes], scatter: Copy, settle: Settle | None = None) -> Loaded:
+        """Copy the leading run of blocks out of the arena, each as soon as it is there. ``scatter`` may be given bytes
+        that turn out to be stale: only blocks below ``Loaded.blocks`` count."""
         deadline = after(self.load_deadline_ms)
-        good = 0
+        good: list[int] = []
+        missed: list[str] = []
         try:
-            with _Turn(self, deadline) as session:
-                arena = self._mapped()
+            with self._turn(deadline) as session:
                 leased = session.ask(
                     lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms), protocol.Leased, deadline
                 )
+                ahead = Ahead(settle, self.block_bytes)
                 try:
-                    slots = dict(enumerate(leased.slots))
-                    failed: dict[int, str] = {}
-                    for index in range(len(keys)):
-                        why, slot = None, slots[index]
-                        if slot is None and index in leased.pending:
-                            why = session.wait_for(leased.lease, index, slots, failed, deadline)
-                            slot = slots[index]
-                        if slot is None:
-                            return Loaded(good, why or "absent")
-                        with arena.payload(slot, self.block_bytes) as payload:
+                    for index, slot in session.arrivals(leased, len(keys), deadline, missed):
+                        with self._mapped().payload(slot, self.block_bytes) as payload:
                             scatter(index, payload)
-                        if not arena.is_current(slot):
-                            raise Trouble("fenced", "the slot changed during the copy")
-                        good += 1
+                        self._believe(ahead.begun(index, slot), good)
+                    self._believe(ahead.rest(), good)
                 finally:
+                    ahead.forget()
                     session.tell(protocol.Release(leased.lease), deadline)
-            return Loaded(good, None)
+            return Loaded(len(good), missed[0] if missed else None)
         except (OSError, Trouble) as error:
-            return Loaded(good, self._trouble(error))
+            return Loaded(len(good), self._trouble(error))
 
-    def store(self, keys: Sequence[bytes], gather: Copy, durable: bool = False) -> Stored:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        gather: Copy,
+        durable: bool = False,
+        settle: Settle | None = None,
+        *,
+        first: int = 0,
+    ) -> Stored:
         """Copy blocks into the arena and make them findable. ``keys`` is the whole chain, from its first block.
 
         ``gather`` is called only for blocks that are not present. Commits are sent ahead: the daemon checks one block
-        while the next is copied. With ``durable``, returns when they are on disk.
+        while the next is copied. With ``durable``, returns when they are on disk. Blocks before ``first`` the caller
+        has not got: when one of them is not present either, nothing is stored, and ``why`` is ``head_absent``.
         """
         deadline = after(self.store_deadline_ms)
         try:
-            with _Turn(self, deadline) as session:
+            with self._turn(deadline) as session:
                 reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
-                stored: list[int] = []
-                on_disk: list[int] = []
+                ahead = Ahead(settle, self.block_bytes)
+                commits = Commits(session, reserved.reservation, self.block_bytes, durable, deadline)
                 try:
-                    self._fill(session, reserved, gather, durable, deadline, stored, on_disk)
+                    if any(index not in reserved.present for index in range(first)):
+                        session.tell(protocol.Abort(reserved.reservation), deadline)
+                        return Stored(present=len(reserved.present), why="head_absent")
+                    self._fill(reserved, gather, ahead, commits)
                 except BaseException:
+                    ahead.forget()
                     session.tell(protocol.Abort(reserved.reservation), deadline)
                     raise
                 present, refused = len(reserved.present), len(reserved.refused)
                 why = next(iter(reserved.refused.values()), None)
-                return Stored(len(stored), present, refused, len(on_disk), why)
+                return Stored(len(commits.stored), present, refused, len(commits.on_disk), why)
         except (OSError, Trouble) as error:
             return Stored(why=self._trouble(error))
 
@@ -212,43 +216,27 @@ class Client:
                 self._arena.close()
                 self._arena = None
 
-    def _fill(
-        self,
-        session: Connection,
-        reserved: protocol.Reserved,
-        gather: Copy,
-        durable: bool,
-        deadline: float,
-        stored: list[int],
-        on_disk: list[int],
-    ) -> None:
-        arena = self._mapped()
-        asked: list[int] = []
-        copied: list[int] = []
-
-        def commit() -> None:
-            indices = copied[:]
-            copied.clear()
-            asked.append(session.send(lambda id: protocol.Commit(id, reserved.reservation, indices, durable), deadline))
-
-        def settle(left: int) -> None:
-            while len(asked) > left:
-                answer = session.answer_to(asked.pop(0), protocol.Committed, deadline)
-                stored.extend(answer.stored)
-                on_disk.extend(answer.durable)
-
+    def _fill(self, reserved: protocol.Reserved, gather: Copy, ahead: Ahead, commits: Commits) -> None:
         for index, slot in enumerate(reserved.slots):
             if slot is None:
                 continue
-            with arena.payload(slot, self.block_bytes) as payload:
+            with self._mapped().payload(slot, self.block_bytes) as payload:
                 gather(index, payload)
-            copied.append(index)
-            if len(copied) * self.block_bytes >= COMMIT_BYTES:
-                commit()
-                settle(IN_FLIGHT)
-        if copied:
-            commit()
-        settle(0)
+            for copied, _ in ahead.begun(index, slot):
+                commits.add(copied)
+        for copied, _ in ahead.rest():
+            commits.add(copied)
+        commits.finish()
+
+    def _believe(self, whole: list[tuple[int, Slot]], good: list[int]) -> None:
+        """The bytes of these blocks were copied: they count if the slots are still what was leased."""
+        for index, slot in whole:
+            if not self._mapped().is_current(slot):
+                raise Trouble("fenced", "the slot changed during the copy")
+            good.append(index)
+
+    def _turn(self, deadline: float) -> "_Turn":
+        return _Turn(self, deadline)
 
     def _mapped(self) -> Arena:
         assert self._arena is not None
@@ -285,15 +273,19 @@ class Client:
             if self._arena is not None:
                 self._arena.close()
             self._arena = fresh
+            if self._attach is not None:
+                fresh.attach(self._attach)
         self._arena.lock(welcome.lock_byte)
         self._welcome = welcome
         self._session = connection
+        log.info("joined the daemon at %s", self.path)
 
-    def _join_later(self) -> None:
+    def _join_later(self, what: str = "") -> None:
         with self._joining:
             if self._closing.is_set() or (self._joiner is not None and self._joiner.is_alive()):
                 return
-            log.warning("no daemon at %s (%s): everything is a miss until it is back", self.path, self.last_trouble)
+            what = what or f"no daemon at {self.path} ({self.last_trouble})"
+            log.warning("%s: everything is a miss until it is back", what)
             self._joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
             self._joiner.start()
 
@@ -302,7 +294,6 @@ class Client:
         while not self._closing.wait(pause):
             try:
                 self._join(after(JOIN_S * 1e3))
-                log.info("joined the daemon at %s", self.path)
                 return
             except (OSError, Trouble) as error:
                 self.last_trouble = str(error)
@@ -350,6 +341,7 @@ class _Turn:
 
     def __init__(self, client: Client, deadline: float) -> None:
         self._client = client
+        self._began = time.monotonic()
         self._deadline = deadline
 
     def __enter__(self) -> Connection:
@@ -374,8 +366,15 @@ class _Turn:
             client.last_trouble = str(error) or type(error).__name__
             client._leave()
         client._lock.release()
-        if not in_step and not client._closing.is_set():
+        if in_step or client._closing.is_set():
+            return
+        if isinstance(error, TimeoutError):
+            late = f"did not answer within {(self._deadline - self._began) * 1e3:.0f} ms"
+            client._join_later(f"the daemon at {client.path} {late}, so this session and its leases end")
+        elif isinstance(error, OSError) or (isinstance(error, Trouble) and error.why == "no_daemon"):
             client._join_later()
+        else:
+            client._join_later(f"the session with the daemon at {client.path} has failed ({client.last_trouble})")
 
 
 def _after_fork() -> None:

@@ -5,8 +5,9 @@ Deadlines are points in ``time.monotonic()``; one that has passed raises Timeout
 """
 
 import socket
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -35,6 +36,8 @@ class Connection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = bytearray()
         self._next = 0
+        self.notices: list[protocol.Ready | protocol.Failed] | None = None
+        """What came unasked while an answer was waited for; None, the default, forgets it."""
         self._early: dict[int, protocol.Answer] = {}
         try:
             self._socket.settimeout(left(deadline))
@@ -67,9 +70,13 @@ class Connection:
         return self._next
 
     def tell(self, message: protocol.Request, deadline: float) -> None:
-        """Send what is not answered."""
+        """Send what is not answered. Trouble("refused") when the message has no bytes: then nothing was sent."""
+        try:
+            framed = protocol.frame(message)
+        except (OverflowError, ValueError, struct.error) as error:
+            raise Trouble("refused", f"{type(message).__name__} cannot be sent: {error}") from None
         self._socket.settimeout(left(deadline))
-        self._socket.sendall(protocol.frame(message))
+        self._socket.sendall(framed)
 
     def answer_to(self, id: int, kind: type[Kind], deadline: float) -> Kind:
         """The answer to an earlier request; answers come in any order."""
@@ -83,27 +90,47 @@ class Connection:
                 raise Trouble("protocol", f"{type(answer).__name__} where {kind.__name__} was asked for")
             if isinstance(answer, (Found, protocol.Leased, protocol.Reserved, protocol.Committed, protocol.Error)):
                 self._early[answer.id] = answer
+            elif self.notices is not None and isinstance(answer, (protocol.Ready, protocol.Failed)):
+                self.notices.append(answer)
 
-    def wait_for(
-        self,
-        lease: int,
-        index: int,
-        slots: dict[int, protocol.Slot | None],
-        failed: dict[int, str],
-        deadline: float,
-    ) -> str | None:
-        """Read until block ``index`` of the lease is in ``slots``; why it will not be, when it will not.
+    def read_notices(self) -> None:
+        """Take what has come unasked by now into ``notices``, without waiting."""
+        assert self.notices is not None
+        while True:
+            self._socket.settimeout(0.0)
+            try:
+                data = self._socket.recv(1 << 18)
+            except BlockingIOError:
+                data = None
+            if data == b"":
+                raise Trouble("no_daemon", "the daemon closed the connection")
+            self._buffer += data or b""
+            while (answer := self._take()) is not None:
+                if isinstance(answer, (protocol.Ready, protocol.Failed)):
+                    self.notices.append(answer)
+            if data is None:
+                return
 
-        Blocks come and fail in any order: what is said of others is noted in ``slots`` and ``failed``."""
-        while slots[index] is None:
-            if index in failed:
-                return failed[index]
-            answer = self._read(deadline)
-            if isinstance(answer, protocol.Ready) and answer.lease == lease:
-                slots.update(zip(answer.indices, answer.slots, strict=True))
-            elif isinstance(answer, protocol.Failed) and answer.lease == lease:
-                failed.update(dict.fromkeys(answer.indices, answer.why))
-        return None
+    def arrivals(
+        self, leased: protocol.Leased, count: int, deadline: float, missed: list[str]
+    ) -> Iterator[tuple[int, protocol.Slot]]:
+        """The lease's blocks from the first on, each as soon as it is there. Ends before ``count`` at the first that
+        will not come, and then says in ``missed`` why."""
+        slots = dict(enumerate(leased.slots))
+        failed: dict[int, str] = {}
+        for index in range(count):
+            slot = slots[index]
+            while slot is None and index in leased.pending and index not in failed:
+                answer = self._read(deadline)
+                if isinstance(answer, protocol.Ready) and answer.lease == leased.lease:
+                    slots.update(zip(answer.indices, answer.slots, strict=True))
+                elif isinstance(answer, protocol.Failed) and answer.lease == leased.lease:
+                    failed.update(dict.fromkeys(answer.indices, answer.why))
+                slot = slots[index]
+            if slot is None:
+                missed.append(failed.get(index, "absent"))
+                return
+            yield index, slot
 
     def hung_up(self) -> bool:
         """Whether the daemon has closed its end; asks the kernel only."""
@@ -120,22 +147,30 @@ class Connection:
         self._socket.close()
 
     def _read(self, deadline: float) -> protocol.Answer:
-        buffer = self._buffer
         while True:
-            if len(buffer) >= LENGTH.size:
-                end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
-                if len(buffer) >= end:
-                    body = bytes(buffer[LENGTH.size : end])
-                    del buffer[:end]
-                    try:
-                        return protocol.answer_decoder.decode(body)
-                    except msgspec.MsgspecError as error:
-                        raise Trouble("protocol", str(error)) from None
+            answer = self._take()
+            if answer is not None:
+                return answer
             self._socket.settimeout(left(deadline))
             data = self._socket.recv(1 << 18)
             if not data:
                 raise Trouble("no_daemon", "the daemon closed the connection")
-            buffer += data
+            self._buffer += data
+
+    def _take(self) -> protocol.Answer | None:
+        """The first answer that has come whole."""
+        buffer = self._buffer
+        if len(buffer) < LENGTH.size:
+            return None
+        end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            return None
+        body = bytes(buffer[LENGTH.size : end])
+        del buffer[:end]
+        try:
+            return protocol.answer_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise Trouble("protocol", str(error)) from None
 
 
 def after(ms: float) -> float:

@@ -36,3 +36,26 @@ def tokens_by_tier(per_tier: Mapping[str, int], blocks: int, block_tokens: int) 
             tokens[tier] = (reach - above) * block_tokens
             above = reach
     return tokens
+
+
+def leading_tokens(by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """The first ``tokens`` tokens of these, by tier."""
+    found = {}
+    for tier, count in by_tier.items():
+        if tokens > 0:
+            found[tier] = min(count, tokens)
+        tokens -= count
+    return found
+
+
+def tokens_between(per_tier: Mapping[str, int], start: int, end: int, block_tokens: int) -> dict[str, int]:
+    """Tokens [start, end) by the tier that had them."""
+    found = {}
+    at = 0
+    reach = -(-end // block_tokens)
+    for tier, tokens in tokens_by_tier(per_tier, reach, block_tokens).items():
+        mine = min(end, at + tokens) - max(start, at)
+        if mine > 0:
+            found[tier] = mine
+        at += tokens
+    return found

@@ -13,29 +13,36 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey
-from terracekv.daemon.engine_door import EngineDoor, nobody_listens
+from terracekv.daemon.distant import Distant
+from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.mover import Mover
+from terracekv.daemon.own_socket import nobody_listens
 from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.store import Store
 from terracekv.tiers import failpoint
-from terracekv.tiers.errors import TerraceError
+from terracekv.tiers.errors import ConfigError, TerraceError
+
+if TYPE_CHECKING:
+    from terracekv.tiers.s3 import S3Tier
 
 log = logging.getLogger("terracekv.daemon")
 
 SWITCH_S = 1e-4
 """How long a thread may hold the interpreter while another waits: a lookup should not wait for a worker."""
 HOUSEKEEPING_S = 1.0
+PROBE_S = 1.0
+"""The doors open after so long even if the bucket has not answered yet."""
 
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=config.daemon.log_level.upper(), format=line, stream=sys.stderr)
+    _log_to_stderr(config.daemon.log_level.upper())
     started = time.monotonic()
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
@@ -58,6 +65,14 @@ def run(config: Config) -> int:
         tiers.close()
 
 
+def _log_to_stderr(level: str) -> None:
+    """Libraries never below INFO: what they tell a debugger has signatures and session tokens in it."""
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=level, format=line, stream=sys.stderr)
+    logging.getLogger().setLevel(max(logging.INFO, logging.getLogger().level))
+    logging.getLogger("terracekv").setLevel(level)
+
+
 async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -68,8 +83,15 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     background = [threading.Thread(target=tiers.arena.prepare, name="arena-prepare", daemon=True)]
     if tiers.disk is not None and tiers.disk.rebuilding:
         background.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
+    far = _distant(config, tiers)
+    movers = [mover, far.mover] if far is not None else [mover]
     store = Store(
-        namespaces=tiers.namespaces, host=tiers.host, disk=tiers.disk, mover=mover, admission=config.disk.admission
+        namespaces=tiers.namespaces,
+        host=tiers.host,
+        disk=tiers.disk,
+        mover=mover,
+        admission=config.disk.admission,
+        far=far,
     )
     engine = EngineDoor(
         config.daemon.runtime_dir / "engine.sock",
@@ -79,11 +101,16 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         secret=tiers.secret,
     )
     http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started)
+    probing = None
     try:
+        if tiers.s3 is not None:
+            probing = await _probe(tiers.s3, movers[-1], stop)
         await engine.listen()
         await http.listen()
     except BaseException:
-        mover.close()
+        await _end_distant(tiers, store)
+        for each in movers:
+            each.close()
         raise
     for thread in background:
         thread.start()
@@ -98,19 +125,70 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         )
     await stop.wait()
     log.info("stopping: taking no more work")
+    keeper.cancel()  # the doors' files are gone from now on because we remove them
     until = loop.time() + config.daemon.drain_s
     await asyncio.gather(engine.close(config.daemon.drain_s), http.close(config.daemon.drain_s))
     try:
-        await asyncio.wait_for(mover.drain(), max(0.1, until - loop.time()))
+        await asyncio.wait_for(asyncio.gather(*(each.drain() for each in movers)), max(0.1, until - loop.time()))
     except TimeoutError:
-        log.warning("%d bytes of write-through were not written in time", mover.queue_bytes)
-    keeper.cancel()
+        left = sum(each.queue_bytes for each in movers)
+        log.warning("%d bytes of write-through were not written within daemon.drain_s: they are cut off", left)
     tiers.arena.stop()
-    mover.close()
+    await store.forgetting.close()
+    await _end_distant(tiers, store)
+    for each in movers:
+        each.close()
     for thread in background:
         thread.join(1.0)
     log.info("stopped; the arena stays warm in %s", config.daemon.runtime_dir)
-    return 0
+    return _verdict(probing)
+
+
+def _distant(config: Config, tiers: Tiers) -> Distant | None:
+    """The bucket with workers of its own, if there is one."""
+    if tiers.s3 is None:
+        return None
+    assert config.s3.queue is not None
+    mover = Mover(threads=config.s3.threads + 1, queue_bytes=config.s3.queue)
+    rate = config.s3.prefill_tokens_per_s
+    return Distant(tiers.s3, mover, admission=config.s3.admission, prefill_tokens_per_s=rate)
+
+
+async def _probe(tier: "S3Tier", mover: Mover, stop: asyncio.Event) -> "asyncio.Future[ConfigError | bool]":
+    """Try the bucket out. ConfigError at once when it can never be used so; a slow server is not waited for, and when
+    that turns out to be unusable later on, the daemon stops."""
+
+    def work() -> ConfigError | bool:
+        try:
+            return tier.probe()
+        except ConfigError as error:
+            return error
+
+    def came(done: "asyncio.Future[ConfigError | bool]") -> None:
+        if not done.cancelled() and done.exception() is None and isinstance(done.result(), ConfigError):
+            log.error("the bucket cannot be used: %s", done.result())
+            stop.set()
+
+    probing = mover.load(work)
+    await asyncio.wait([probing], timeout=PROBE_S)
+    if probing.done() and probing.exception() is None and isinstance(error := probing.result(), ConfigError):
+        raise error
+    probing.add_done_callback(came)
+    return probing
+
+
+def _verdict(probing: "asyncio.Future[ConfigError | bool] | None") -> int:
+    """The exit status of a daemon that was told to stop, or stopped because its bucket turned out to be unusable."""
+    if probing is None or not probing.done() or probing.cancelled() or probing.exception() is not None:
+        return 0
+    return int(isinstance(probing.result(), ConfigError))
+
+
+async def _end_distant(tiers: Tiers, store: Store) -> None:
+    """Closing the tier cuts off what its workers still have to do."""
+    if tiers.s3 is not None and store.far is not None:
+        await store.mover.load(tiers.s3.close)
+        store.far.close()
 
 
 async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor) -> None:
@@ -118,8 +196,7 @@ async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor) -> None:
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
         try:
-            store.pins.expire()
-            store.host.reap()
+            await store.keep_house()
             gone = engine.missing()
             if gone and "engine door" not in http.not_ready:
                 reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"

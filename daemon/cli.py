@@ -1,12 +1,12 @@
 """The command ``terracekv``: run a daemon, or ask one that runs. The only ``import typer`` and ``import rich``.
 
 Owns the terminal and the exit status: 0 done, 1 it could not be done, 2 the command line was wrong. Called by a
-person's shell. Imports ``config``, ``http_client`` and ``errors``; what only one command needs (the daemon, the
-doctor, tables) is imported in it, so that the others start at once and ``serve`` carries none of it along.
+person's shell. Imports ``cli_text``, ``config``, ``http_client`` and ``errors``; what only one command needs (the
+daemon, the doctor, the bucket, tables) is imported in it, so that the others start at once and ``serve`` carries none
+of it along.
 """
 
 import json
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -15,10 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
+from terracekv.daemon.cli_text import age, last_error, printable, queues, read_tokens, sentence, short
 from terracekv.daemon.config import Config, describe, load_config, require_folders, resolve, survey, version
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door
 from terracekv.tiers.budget import show
-from terracekv.tiers.errors import BadRequest, ConfigError, TerraceError
+from terracekv.tiers.errors import ConfigError, TerraceError
 
 BAR = 10
 ID_DIGITS = 12
@@ -35,6 +36,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+bucket_commands = typer.Typer(help="Look into the bucket of the s3 tier.", no_args_is_help=True)
+app.add_typer(bucket_commands, name="s3")
+
 ConfigFile = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="Settings file (TOML).")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="One setting; may be repeated.")
@@ -42,6 +46,9 @@ Settings = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Name = Annotated[
     str, typer.Option("--namespace", "-n", help="Id, a unique prefix of it (8 digits), or the model's name.")
+]
+NamespaceOrAll = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="As for other commands; without it, all namespaces.")
 ]
 Tokens = Annotated[str, typer.Argument(metavar="TOKENS", help="File with token ids (JSON or plain text), - for stdin.")]
 
@@ -96,11 +103,21 @@ def status(
 
 
 @app.command()
+def health(
+    ready: Annotated[bool, typer.Option("--ready", help="Ask whether it serves, not only whether it lives.")] = False,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Exit status 1 if the daemon is not well: for probes."""
+    _door(config, settings).exchange("GET", "/readyz" if ready else "/healthz")
+
+
+@app.command()
 def lookup(
     tokens: Tokens, namespace: Name, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
 ) -> None:
     """Ask how much of a prompt is here, where, and why not more."""
-    question = {"namespace": namespace, "tokens": _read_tokens(tokens)}
+    question = {"namespace": namespace, "tokens": read_tokens(tokens)}
     answer = _door(config, settings).ask("POST", "/v1/lookup", question)
     if as_json:
         return _print_json(answer)
@@ -137,7 +154,7 @@ def pin(
     settings: Settings = None,
 ) -> None:
     """Hold a prompt's blocks in host memory for a while."""
-    question = {"namespace": namespace, "tokens": _read_tokens(tokens), "ttl_s": ttl}
+    question = {"namespace": namespace, "tokens": read_tokens(tokens), "ttl_s": ttl}
     _print_done(_door(config, settings).ask("POST", "/v1/pin", question), as_json)
 
 
@@ -146,7 +163,7 @@ def unpin(
     tokens: Tokens, namespace: Name, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
 ) -> None:
     """Let go of what was pinned."""
-    question = {"namespace": namespace, "tokens": _read_tokens(tokens)}
+    question = {"namespace": namespace, "tokens": read_tokens(tokens)}
     _print_done(_door(config, settings).ask("POST", "/v1/unpin", question), as_json)
 
 
@@ -179,6 +196,82 @@ def show_config(as_json: AsJson = False, config: ConfigFile = None, settings: Se
     width = max(len(_shown(key, entry["value"])) for key, entry in table.items())
     for key, entry in table.items():
         _say(f"{key:20} {_shown(key, entry['value']):{width}}  {entry['source']}")
+
+
+@bucket_commands.command("ls")
+def list_bucket(
+    namespace: NamespaceOrAll = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
+) -> None:
+    """List the blocks."""
+    from terracekv.daemon.bucket_view import chosen, listing
+
+    rows = listing(*chosen(_load(config, settings), namespace))
+    if as_json:
+        return _print_json(list(rows))
+    for row in rows:
+        typer.echo(
+            f"{row['namespace_id'][:16]} {row['epoch']:>4} {row['key']}.{row['shard']} {show(row['bytes'])}"
+            f" {age(row['age_s'])}"
+        )
+
+
+@bucket_commands.command("stat")
+def measure_bucket(as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None) -> None:
+    """Say what each namespace takes."""
+    from terracekv.daemon.bucket_view import opened, spaces
+
+    rows = spaces(opened(_load(config, settings).s3))
+    if as_json:
+        return _print_json(rows)
+    for row in rows:
+        typer.echo(
+            f"{row['namespace_id']} epoch {row['epoch']}{'' if row['current'] else ' (flushed)'}: "
+            f"{row['objects']:,} objects, {show(row['bytes'])}, {age(row['newest_s'])} to {age(row['oldest_s'])} old"
+        )
+    if not rows:
+        typer.echo("no blocks")
+
+
+@bucket_commands.command("verify")
+def verify_bucket(
+    namespace: NamespaceOrAll = None, as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None
+) -> None:
+    """Read every block and check it. Exit status 1 if any is damaged."""
+    from terracekv.daemon.bucket_view import chosen, verified
+
+    good, bad = 0, []
+    for row in verified(*chosen(_load(config, settings), namespace)):
+        if row["problem"] is None:
+            good += 1
+        else:
+            bad.append(row)
+    if as_json:
+        _print_json({"good": good, "damaged": bad})
+    else:
+        for row in bad:
+            typer.echo(f"{row['namespace_id']} {row['key']}.{row['shard']}: {row['problem']}")
+        typer.echo(f"{good:,} blocks are whole, {len(bad):,} are not")
+    raise typer.Exit(bool(bad))
+
+
+@bucket_commands.command("gc")
+def sweep_bucket(
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    namespace: NamespaceOrAll = None,
+    as_json: AsJson = False,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Delete blocks older than s3.ttl, and those of flushed namespaces."""
+    from terracekv.daemon.bucket_view import chosen, swept
+
+    loaded = _load(config, settings)
+    done = swept(*chosen(loaded, namespace), loaded.s3.ttl, dry)
+    if as_json:
+        return _print_json(done)
+    typer.echo(
+        f"{done['blocks']:,} blocks, {show(done['bytes'])} {'deleted' if done['deleted'] else 'would be deleted'}"
+    )
 
 
 def _load(file: Path | None, settings: list[str] | None) -> Config:
@@ -219,30 +312,29 @@ def _print_status(answer: dict[str, Any]) -> None:
     # Nobody looks at the width of a pipe, and a table cut to 80 columns is of no use to grep.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     state = "ready" if answer["ready"] else f"not ready: {'; '.join(answer['not_ready'])}"
-    _say(f"TerraceKV {answer['version']}, process {answer['pid']}, up {_age(answer['uptime_s'])}, {state}")
-    _say(_lookups(answer["lookups"]))
+    _say(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}")
+    _say(sentence(answer["lookups"]))
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("tier", "mode", "used", "", "of", "blocks", "leased", "hits", "misses", "evicted"):
         table.add_column(name, justify="left" if name in ("tier", "mode", "") else "right", no_wrap=True)
     for name, tier in answer["tiers"].items():
         used, capacity, counters = tier["used_bytes"], tier["capacity_bytes"], tier["counters"]
+        of = show(capacity) if capacity or name != "s3" else "shared"
         filled = min(BAR, round(BAR * used / capacity)) if capacity else 0
         bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (BAR - filled), style="dim")
         counts = (tier["blocks"], tier["leased_blocks"], counters["hits"], counters["misses"])
         evicted = counters["evictions"].get("capacity", 0)
-        numbers = (_count(count) for count in (*counts, evicted))
-        table.add_row(name, tier["mode"], show(used), bar, show(capacity), *numbers)
+        numbers = (short(count) for count in (*counts, evicted))
+        table.add_row(name, tier["mode"], show(used), bar, of, *numbers)
     console.print()
     console.print(table)
     for name, tier in answer["tiers"].items():
         if tier["last_error"]:
-            console.print(printable(f"{name}: last error: {tier['last_error']}"), style="red")
-    queue, counts = answer["queue"], answer["lookups"]
-    console.print(
-        f"write-through queue: {show(queue['bytes'])} of {show(queue['bytes_max'])}, "
-        f"{counts['writes_dropped']:,} blocks dropped, {counts['writes_failed']:,} failed"
-    )
+            text, news = last_error(name, tier)
+            console.print(printable(text), style="red" if news else "dim")
+    for line in queues(answer["tiers"]):
+        console.print(line)
 
     columns = {"model": "model", "revision": "revision", "namespace": "namespace_id", "tokens": "block_tokens"}
     columns |= {"block": "block_bytes", "dtype": "dtype", "shards": "shards", "epoch": "epoch"}
@@ -266,7 +358,7 @@ def _print_rows(console: Any, title: str, rows: list[dict[str, Any]], columns: d
         "namespace_id": lambda value: str(value)[:ID_DIGITS],
         "revision": lambda value: value if len(value) <= ID_DIGITS else value[:ID_DIGITS] + "\u2026",
         "block_bytes": show,
-        "age_s": _age,
+        "age_s": age,
         "shard": lambda value: "all" if value is None else str(value),
     }
     for row in rows[:ROWS_MAX]:
@@ -277,47 +369,8 @@ def _print_rows(console: Any, title: str, rows: list[dict[str, Any]], columns: d
         console.print(f"and {len(rows) - ROWS_MAX:,} more (terracekv status --json has all)")
 
 
-def _count(count: int) -> str:
-    """A number that is never wider than its column's name can be."""
-    for unit, name in ((10**9, "G"), (10**6, "M")):
-        if count >= unit:
-            return f"{count / unit:.1f}{name}"
-    return f"{count:,}"
-
-
-def _lookups(counts: dict[str, Any]) -> str:
-    asked, matched = counts["asked_blocks"], counts["matched_blocks"]
-    share = f" ({matched / asked:.1%})" if asked else ""
-    split = ", ".join(f"{tier} {blocks:,}" for tier, blocks in counts["matched"].items())
-    return f"{counts['lookups']:,} lookups found {matched:,} of {asked:,} blocks{share}: {split}"
-
-
-def _age(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s" if minute else f"{second} s"
-
-
-def _read_tokens(source: str) -> list[int]:
-    """Token ids as a JSON list, or as numbers between blanks, commas or line ends."""
-    try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text()
-    except OSError as error:
-        hint = "name a file with token ids, or - for stdin"
-        raise BadRequest(f"TOKENS: {source} cannot be read: {error.strerror}", hint) from None
-    except UnicodeDecodeError:
-        raise BadRequest(f"TOKENS: {source} is no text", "write numbers, or a JSON list of them") from None
-    words = re.sub(r"[\[\],]", " ", text).split()
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise BadRequest(
-            f"TOKENS: {source} holds what is no token id: {error}", "write numbers, or a JSON list of them"
-        ) from None
-
-
 def _shown(key: str, value: Any) -> str:
-    sizes = ("host.size", "host.slab", "daemon.queue", "disk.size", "disk.segment", "disk.free_floor")
+    sizes = ("host.size", "host.slab", "daemon.queue", "disk.size", "disk.segment", "disk.free_floor", "s3.queue")
     return show(value) if key in sizes else json.dumps(value)
 
 
@@ -345,8 +398,3 @@ def _fail(message: str, hint: str) -> None:
 
 def _say(line: str, err: bool = False) -> None:
     typer.echo(printable(line), err=err)
-
-
-def printable(text: object) -> str:
-    """Text with what a terminal would obey, or nobody could see, spelt out: names come from engines."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))

@@ -1,8 +1,8 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
 Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
-command line each call it once, before any thread starts. Imports msgspec, ``bounds``, ``tiers.budget``, ``errors`` and
-``tier``.
+command line each call it once, before any thread starts. Imports msgspec, ``bounds``, ``config_s3``, ``tiers.budget``,
+``errors`` and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -22,14 +22,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from terracekv.daemon import bounds
+from terracekv.daemon.config_s3 import S3, Count, SizeOrAuto, check_s3
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, parse_size, show
 from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.tier import PAGE
 
 Size = Annotated[int, Meta(ge=0, description="bytes")]
-SizeOrAuto = Annotated[int | None, Meta(description="bytes, None for auto")]
-Count = Annotated[int, Meta(ge=1, le=256)]
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 PREFIX = "TERRACEKV_"
@@ -60,6 +59,7 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     size: SizeOrAuto = None
     slab: SizeOrAuto = None
     prefault: bool = True
+    numa: Annotated[str, Meta(pattern="^(auto|off|[0-9]{1,3})$")] = "auto"
 
 
 class Disk(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +71,7 @@ class Disk(Struct, frozen=True, forbid_unknown_fields=True):
     segment: Size = 256 * MIB
     direct: Literal["auto", "on", "off"] = "auto"
     admission: Literal["all", "second_touch"] = "all"
+    codec: Literal["auto", "on", "off"] = "off"
     free_floor: Size = 1 * GIB
 
 
@@ -80,6 +81,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     daemon: Daemon = Daemon()
     host: Host = Host()
     disk: Disk = Disk()
+    s3: S3 = S3()
     failpoints: str = ""
     sources: dict[str, str] = {}
 
@@ -92,7 +94,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.disk.path)
 
 
-SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk}
+SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk, "s3": S3}
 TYPES: dict[str, Any] = {
     f"{section}.{field.name}": field.type
     for section, struct in SECTIONS.items()
@@ -137,8 +139,9 @@ def load_config(
         values["disk.path"] = _absolute(values["disk.path"], home)
     else:
         values["disk.path"] = str(values["daemon.state_dir"] / "disk")
-    if values.get("daemon.token_file"):
-        values["daemon.token_file"] = _absolute(values["daemon.token_file"], home)
+    for key in ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle"):
+        if values.get(key):
+            values[key] = _absolute(values[key], home)
     built = {
         section: struct(**{name: values[f"{section}.{name}"] for name in _names(section, values)})
         for section, struct in SECTIONS.items()
@@ -195,6 +198,10 @@ def resolve(config: Config, room: Budget) -> Config:
     if queue is None:
         queue = host_size // 4
         sources["daemon.queue"] = "auto: a quarter of host.size"
+    s3_queue = config.s3.queue
+    if s3_queue is None:
+        s3_queue = host_size // 8
+        sources["s3.queue"] = "auto: an eighth of host.size"
     if not config.disk.enabled:
         disk_size = 0
     elif disk_size is None:
@@ -210,6 +217,7 @@ def resolve(config: Config, room: Budget) -> Config:
         daemon=replace(config.daemon, queue=queue),
         host=replace(config.host, size=host_size, slab=slab),
         disk=replace(config.disk, size=disk_size),
+        s3=replace(config.s3, queue=s3_queue),
         sources=sources,
     )
 
@@ -251,6 +259,8 @@ def summary(config: Config, room: Budget) -> str:
     )
     if config.disk.enabled:
         line += f"; disk: disk.size {show(disk)} of {show(room.disk_free)} at {room.disk.path}"
+    if config.s3.enabled:
+        line += f"; s3: bucket {config.s3.bucket} at {config.s3.endpoint or 'AWS'}"
     return line
 
 
@@ -362,3 +372,6 @@ def _check(config: Config) -> None:
     bounds.check_segment(config.disk.segment)
     if config.disk.enabled and config.disk.size is not None:
         bounds.check_disk(config.disk.size, config.disk.segment)
+    if config.s3.queue == 0:
+        raise ConfigError("s3.queue cannot be 0", "set a size, or leave it auto")
+    check_s3(config.s3)

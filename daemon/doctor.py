@@ -1,8 +1,8 @@
 """The doctor: looks at the machine and at a running daemon, and says what to change.
 
 Owns nothing; leaves nothing behind but one small namespace of its own in a daemon that it tried out. Called by
-``cli`` in its own process, never by the daemon. Imports ``config``, ``http_client``, ``doctor_trial`` and
-``tiers.budget``.
+``cli`` in its own process, never by the daemon. Imports ``config``, ``bucket_view``, ``http_client``, ``doctor_trial``
+and ``tiers.budget``.
 """
 
 import importlib.util
@@ -10,11 +10,13 @@ import mmap
 import os
 import platform
 import resource
+import time
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from terracekv.daemon.cli_text import last_error
 from terracekv.daemon.config import Config, describe, require_folders, resolve, summary, survey, version
 from terracekv.daemon.doctor_trial import Finding, round_trips
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door, NotRunning, Silent
@@ -22,10 +24,12 @@ from terracekv.tiers.budget import Budget, show
 from terracekv.tiers.errors import TerraceError
 from terracekv.tiers.tier import PAGE
 
-LIBRARIES = ("aiohttp", "lmdb", "msgspec", "numpy", "prometheus-client", "uvloop", "xxhash")
-NOT_BUILT = "the gpu and s3 tiers are not in this version"
+LIBRARIES = ("aiohttp", "lmdb", "msgspec", "numpy", "prometheus-client", "uvloop", "xxhash", "zstandard")
+S3_LIBRARIES = ("boto3",)
+NOT_BUILT = "the gpu tier is not in this version"
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "glusterfs"}
 FILES_MIN = 1024
+BUCKET_S = 5.0
 
 
 def examine(config: Config) -> Iterator[Finding]:
@@ -38,6 +42,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from _shared_memory(config, room)
     if config.disk.enabled:
         yield from _disk(config, room)
+    if config.s3.enabled:
+        yield from _bucket(config)
     yield from _limits()
     door = Door(config.daemon.runtime_dir)
     try:
@@ -49,7 +55,10 @@ def examine(config: Config) -> Iterator[Finding]:
         yield Finding("daemon", "fail", refused.message, refused.hint)
         return
     yield from _running(config, running)
-    yield from round_trips(config.daemon.runtime_dir, door, list(running["tiers"]))
+    tiers = list(running["tiers"])
+    if running["tiers"][tiers[-1]]["mode"] in ("down", "read-only"):
+        tiers = tiers[:-1]  # nothing can be made durable now
+    yield from round_trips(config.daemon.runtime_dir, door, tiers)
 
 
 def _versions() -> Iterator[Finding]:
@@ -128,6 +137,32 @@ def _disk(config: Config, room: Budget) -> Iterator[Finding]:
         yield Finding("direct I/O", "warn", f"{trouble}: blocks go through the page cache", "ext4 and xfs can do it")
 
 
+def _bucket(config: Config) -> Iterator[Finding]:
+    """Ask the bucket something, with the settings of the daemon and the credentials that this command finds."""
+    missing = [name for name in S3_LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        yield Finding("s3", "fail", f"missing: {', '.join(missing)}", 'pip install "terracekv[s3]"')
+        return
+    from terracekv.daemon.bucket_view import opened
+
+    place = f"bucket {config.s3.bucket} at {config.s3.endpoint or 'AWS'}"
+    try:
+        bucket = opened(config.s3)
+        started = time.monotonic()
+        found = bucket.found(started + BUCKET_S)
+        spent_ms = (time.monotonic() - started) * 1e3
+        bucket.close()
+    except TerraceError as error:
+        yield Finding("s3", "fail", f"{place}: {error.message}", error.hint)
+        return
+    if found is False and not config.s3.create_bucket:
+        yield Finding("s3", "fail", f"there is no {place}", "create it, or set s3.create_bucket")
+    elif found is None:
+        yield Finding("s3", "warn", f"{place} answers 403", "check the credentials; grant s3:ListBucket")
+    else:
+        yield Finding("s3", "ok", f"{place} answers in {spent_ms:.0f} ms")
+
+
 def direct_io(folder: Path) -> str | None:
     """None when a page can be written there past the page cache, else why not. The file never has a name."""
     try:
@@ -165,7 +200,8 @@ def _running(config: Config, running: dict[str, Any]) -> Iterator[Finding]:
     yield from _differences(describe(config), running["config"])
     for name, tier in running["tiers"].items():
         if tier["last_error"]:
-            yield Finding(f"{name} tier", "warn", f"mode {tier['mode']}; last error: {tier['last_error']}")
+            text, news = last_error(name, tier)
+            yield Finding(f"{name} tier", "warn" if news else "ok", f"mode {tier['mode']}; {text}")
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:

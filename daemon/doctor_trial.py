@@ -10,10 +10,11 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import msgspec
 
@@ -96,6 +97,12 @@ class Engine:
         if committed.stored != [0]:
             raise TerraceError("a block that was written was not stored", LOG)
 
+    def meet(self, key: bytes) -> None:
+        """Offer a stored block again: a tier that takes only what is met twice takes it now."""
+        reserved = self._ask(protocol.Reserve(2, key), protocol.Reserved)
+        if reserved.slots[0] is not None:
+            self._tell(protocol.Abort(reserved.reservation))
+
     @contextlib.contextmanager
     def _mapped(self) -> Iterator[tuple[mmap.mmap, mmap.mmap]]:
         """What Welcome names, mapped as engines do, and locked for as long as it may be written."""
@@ -144,7 +151,8 @@ def round_trips(runtime_dir: Path, door: Door, tiers: list[str]) -> Iterator[Fin
         with Engine(runtime_dir / "engine.sock") as engine:
             yield Finding(part, "ok", f"session {engine.welcome.session} at {runtime_dir / 'engine.sock'}")
             part = "arena"
-            engine.store(key, payload, "disk" in tiers)
+            engine.store(key, payload, len(tiers) > 1)
+            engine.meet(key)
             says = f"{show(engine.welcome.arena_bytes)} mapped at {engine.welcome.arena}, and written to"
             yield Finding(part, "ok", says)
             namespace = engine.welcome.namespace_id.hex()
@@ -162,16 +170,43 @@ def round_trips(runtime_dir: Path, door: Door, tiers: list[str]) -> Iterator[Fin
         return
     route = f"/v1/namespaces/{namespace}/blocks/{key.hex()}/0"
     try:
-        for tier in tiers:
-            # A tier below host is read once host has forgotten the block.
-            if tier != "host":
-                door.ask("POST", "/v1/flush", {"namespace": namespace, "tier": "host"})
-            yield _compare(tier, payload, _read(door, route))
+        for depth, tier in enumerate(tiers):
+            # A tier below host is read once it has written and those above it have forgotten the block.
+            _written(door, tier)
+            for above in tiers[:depth]:
+                door.ask("POST", "/v1/flush", {"namespace": namespace, "tier": above})
+            yield _tried(door, tier, {"namespace": namespace, "keys": [key.hex()]}, payload, route)
         door.exchange("DELETE", route)
         if _read(door, route) is not None:
             yield Finding("delete", "fail", "a deleted block can still be read", LOG)
     except TerraceError as error:
         yield Finding("round trip", "fail", error.message, error.hint)
+
+
+def _written(door: Door, tier: str) -> None:
+    """Wait, not for ever, until a tier has written what waits for it."""
+    until = time.monotonic() + ANSWER_S
+    while _status(door, tier)["in_flight_bytes"] and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _tried(door: Door, tier: str, question: dict[str, object], stored: bytes, route: str) -> Finding:
+    """What comes of reading a block from one tier: another one that has it too serves it unasked, and proves nothing
+    of this one."""
+    reach = door.ask("POST", "/v1/lookup", question)["tiers"][tier]["blocks"]
+    before = _status(door, tier)["counters"]["hits"]
+    finding = _compare(tier, stored, _read(door, route) if reach else None)
+    after = _status(door, tier)
+    if finding.state == "ok" and tier != "host" and after["counters"]["hits"] == before:
+        finding = Finding(finding.what, "fail", "a block that was stored could only be read from another tier", LOG)
+    if finding.state == "fail" and after["last_error"]:
+        return replace(finding, says=f"{finding.says}; last error: {after['last_error']}")
+    return finding
+
+
+def _status(door: Door, tier: str) -> dict[str, Any]:
+    status: dict[str, Any] = door.ask("GET", "/v1/status")["tiers"][tier]
+    return status
 
 
 def _compare(tier: str, stored: bytes, found: bytes | None) -> Finding:

@@ -1,32 +1,30 @@
 """The engine door: a Unix socket on which engines ask for blocks. Messages are those of ``protocol.py``.
 
 Owns the listening socket and one ``Connection`` for each engine. Runs on the event loop and never blocks it. Imports
-``protocol``, ``sessions``, ``store`` and ``tiers``.
+``hello``, ``own_socket``, ``protocol``, ``sessions``, ``store`` and ``tiers``.
 
-Every request is answered, in order except for those that wait (Acquire's Ready and Failed, Commit). A frame that
-cannot be read is answered by Error; one that is too long ends the connection, since what follows it is unknown.
+Every request is answered, in order except for those that wait (Commit, what comes after Leased, and Lookup and Acquire
+of blocks of which only a distant tier can tell). A frame that cannot be read is answered by Error; one that is too
+long ends the connection, since what follows it is unknown.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
-import socket
-import stat
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from terracekv.daemon import protocol
-from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, PROBE, VERSION
-from terracekv.daemon.sessions import Session, Sessions, tenant_salt
-from terracekv.daemon.store import Store
-from terracekv.tiers.block import namespace_id
-from terracekv.tiers.errors import BadRequest, InUse, TerraceError
-from terracekv.tiers.namespace import Namespace
-from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable, slot_bytes_for
+from terracekv.daemon.hello import judge
+from terracekv.daemon.own_socket import take_over
+from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, VERSION
+from terracekv.daemon.sessions import Session, Sessions
+from terracekv.daemon.store import Found, Store
+from terracekv.tiers.errors import BadRequest, TerraceError
+from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable
 from terracekv.tiers.tier import Outcome
 
 log = logging.getLogger(__name__)
@@ -34,9 +32,11 @@ log = logging.getLogger(__name__)
 CONNECTIONS_MAX = 1024
 HELLO_S = 5.0
 """Time for a new connection to say who it is."""
-SHARDS_MAX = 4096
 DEADLINE_MS_MAX = 600_000
-NAME_MAX = 1024
+ASK_S_MAX = 2.0
+"""Of the time of an Acquire, what may be spent on finding out what there is to lease."""
+ANSWER_MS = 20.0
+"""Kept of a deadline for the way back, or a tenth of it if that is less."""
 NAMESPACES_MAX = 4096
 
 
@@ -92,7 +92,7 @@ class EngineDoor:
 
     async def welcome(self, hello: protocol.Hello) -> protocol.Refused | Session:
         """Judge a Hello: a started session, or what is wrong with it by the name of its field."""
-        wanted = self._judge(hello)
+        wanted = judge(hello, slab_bytes=self.table.slab_bytes, secret=self.secret)
         if isinstance(wanted, protocol.Refused):
             return wanted
         namespace = self.store.namespaces.get(wanted.id)
@@ -103,52 +103,7 @@ class EngineDoor:
                 namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
             except OSError as error:
                 return protocol.Refused("model", f"a new namespace cannot be noted in the state folder: {error}")
-        if namespace.shards != hello.shards:
-            return protocol.Refused(
-                "shards", f"this namespace has {namespace.shards} shards, the engine says {hello.shards}"
-            )
         return self.sessions.start(self.table.next_session(), namespace, hello.shard, hello.pid, hello.engine[:128])
-
-    def _judge(self, hello: protocol.Hello) -> protocol.Refused | Namespace:
-        """The namespace that a Hello describes, or the first of its fields that cannot be meant."""
-        if hello.version != VERSION:
-            return protocol.Refused("version", f"this daemon speaks version {VERSION}, the engine {hello.version}")
-        if hello.probe != PROBE:
-            return protocol.Refused("probe", "engine and daemon compute different keys from the same tokens")
-        if not hello.model:
-            return protocol.Refused("model", "empty")
-        for name in ("model", "revision", "dtype"):
-            if len(getattr(hello, name)) > NAME_MAX:
-                return protocol.Refused(name, f"longer than {NAME_MAX} characters")
-        if not 0 < hello.block_tokens <= 1 << 20:
-            return protocol.Refused("block_tokens", f"{hello.block_tokens} is not between 1 and {1 << 20}")
-        problem = hello.layout.problem(hello.block_tokens)
-        if problem is not None:
-            return protocol.Refused(problem.partition(":")[0], problem)
-        if not 0 < hello.shards <= SHARDS_MAX:
-            return protocol.Refused("shards", f"{hello.shards} is not between 1 and {SHARDS_MAX}")
-        if hello.shard is not None and not 0 <= hello.shard < hello.shards:
-            return protocol.Refused("shard", f"{hello.shard} is not one of {hello.shards} shards")
-        block_bytes = hello.layout.block_bytes
-        if slot_bytes_for(block_bytes) > self.table.slab_bytes:
-            return protocol.Refused(
-                "layout",
-                f"a block of {block_bytes} bytes is larger than a slab of {self.table.slab_bytes}: use fewer"
-                " block_tokens, or a larger host.slab",
-            )
-        names = {"model": hello.model, "revision": hello.revision, "dtype": hello.dtype}
-        layout = hello.layout.digest()
-        salt = tenant_salt(self.secret, hello.credential)
-        return Namespace(
-            id=namespace_id(**names, layout=layout, block_tokens=hello.block_tokens, salt=salt),
-            number=0,
-            epoch=0,
-            **names,
-            layout=layout,
-            block_tokens=hello.block_tokens,
-            shards=hello.shards,
-            block_bytes=block_bytes,
-        )
 
 
 class Connection(asyncio.Protocol):
@@ -249,9 +204,10 @@ class Connection(asyncio.Protocol):
             self._door.spawn(self._commit(session, request))
         elif isinstance(request, protocol.Abort):
             self._door.sessions.abort(session, request.reservation)
+        elif isinstance(request, protocol.Pin):
+            self._door.spawn(self._pin(session, request))
         else:
-            keys = protocol.split_keys(request.keys)
-            self._door.store.promoter.prefetch(self._door.sessions.current(session), session.ids_of(keys))
+            self._prefetch(session, session.ids_of(protocol.split_keys(request.keys)))
 
     async def _hello(self, hello: protocol.Hello) -> None:
         try:
@@ -285,15 +241,67 @@ class Connection(asyncio.Protocol):
             )
         )
 
+    def _prefetch(self, session: Session, ids: list[bytes]) -> None:
+        store, sessions = self._door.store, self._door.sessions
+        store.promoter.prefetch(sessions.current(session), ids)
+        question = store.question(sessions.current(session), ids)
+        if question is not None:
+
+            def more() -> None:
+                store.promoter.prefetch(sessions.current(session), ids)
+
+            self._door.spawn(self._later(0, question, ASK_S_MAX, more))
+
+    async def _pin(self, session: Session, request: protocol.Pin) -> None:
+        try:
+            ids = session.ids_of(protocol.split_keys(request.keys))
+            await self._door.store.pins.pin(self._door.sessions.current(session), ids, request.ttl_ms / 1e3)
+        except (TerraceError, ValueError) as error:
+            log.warning("an engine's pin was not done: %s", error)
+
     def _lookup(self, session: Session, request: protocol.Lookup) -> None:
-        namespace = self._door.sessions.current(session)
-        found = self._door.store.lookup(namespace, protocol.split_keys(request.keys))
-        self._send(
-            protocol.Found(request.id, found.blocks, found.per_tier, found.first_miss, found.reason, found.load_ms)
-        )
+        keys = protocol.split_keys(request.keys)
+        begun = self._door.store.begin_lookup(self._door.sessions.current(session), keys)
+        if isinstance(begun, Found):
+            self._found(request.id, begun)
+            return
+        question = begun
+
+        def answer() -> None:
+            self._found(request.id, self._door.store.lookup(self._door.sessions.current(session), keys))
+
+        self._door.spawn(self._later(request.id, question, within_s(request.deadline_ms), answer))
+
+    def _found(self, id: int, found: Found) -> None:
+        self._send(protocol.Found(id, found.blocks, found.per_tier, found.first_miss, found.reason, found.load_ms))
 
     def _acquire(self, session: Session, request: protocol.Acquire) -> None:
         keys = distinct(request.keys)
+        until = asyncio.get_running_loop().time() + within_s(request.deadline_ms)
+        question = self._door.store.question(self._door.sessions.current(session), session.ids_of(keys))
+        if question is None:
+            self._lease(session, request.id, keys, until)
+            return
+        # A hint older than its time, or no lookup before: what a distant tier has is asked for first.
+        wait_s = min(ASK_S_MAX, within_s(request.deadline_ms))
+        self._door.spawn(
+            self._later(request.id, question, wait_s, lambda: self._lease(session, request.id, keys, until))
+        )
+
+    async def _later(self, id: int, question: "asyncio.Future[int]", wait_s: float, answer: Callable[[], None]) -> None:
+        """Answer once a distant tier has told what it has, or when there is no more time to wait for it."""
+        try:
+            await asyncio.wait([question], timeout=wait_s)
+            if not self._transport.is_closing():
+                answer()
+        except TerraceError as error:
+            self._fail(id, error)
+        except Exception as error:
+            log.exception("a request of an engine failed")
+            self._fail(id, TerraceError(f"the daemon failed on this request: {error}", "see its log"))
+
+    def _lease(self, session: Session, id: int, keys: list[bytes], until: float) -> None:
+        """``until`` is of the loop's clock."""
         per_key = session.namespace.shards if session.shard is None else 1
         failed: set[int] = set()
 
@@ -312,16 +320,15 @@ class Connection(asyncio.Protocol):
         slots = [] if session.shard is None else [wire(lease.slots.get(index)) for index in range(len(lease.ids))]
         blocks = (len(lease.slots) + len(lease.pending)) // per_key
         pending = sorted({index // per_key for index in lease.pending})
-        self._send(protocol.Leased(request.id, handle, blocks, slots, pending))
+        self._send(protocol.Leased(id, handle, blocks, slots, pending))
         if lease.pending:
-            seconds = min(max(request.deadline_ms, 0), DEADLINE_MS_MAX) / 1e3
 
             def deadline() -> None:
                 late = self._door.sessions.give_up(lease)
                 if late and not lease.over:
                     self._send(protocol.Failed(handle, sorted({index // per_key for index in late}), "deadline"))
 
-            asyncio.get_running_loop().call_later(seconds, deadline)
+            asyncio.get_running_loop().call_at(until, deadline)
 
     def _reserve(self, session: Session, request: protocol.Reserve) -> None:
         if session.shard is None:
@@ -365,6 +372,12 @@ class Connection(asyncio.Protocol):
             self._transport.write(protocol.frame(answer))
 
 
+def within_s(deadline_ms: int) -> float:
+    """How long an answer may wait for somebody, so that it arrives before the deadline."""
+    deadline_ms = min(max(deadline_ms, 0), DEADLINE_MS_MAX)
+    return max(0.0, deadline_ms - min(deadline_ms / 10, ANSWER_MS)) / 1e3
+
+
 def wire(slot: Slot | None) -> protocol.Slot | None:
     """A slot as it goes over the socket."""
     return None if slot is None else protocol.Slot(slot.offset, slot.record, slot.generation)
@@ -376,21 +389,3 @@ def distinct(keys: bytes) -> list[bytes]:
     if len(set(apart)) != len(apart):
         raise BadRequest("the same key twice in one request", "send each block of a chain once")
     return apart
-
-
-def nobody_listens(path: Path) -> None:
-    """InUse when somebody answers on this socket, or when it is no socket."""
-    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise InUse(f"{path} exists and is not a socket", "move it away, or choose another daemon.runtime_dir")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.settimeout(1.0)
-            with contextlib.suppress(TimeoutError, BlockingIOError):  # one that hangs is one that runs
-                probe.connect(str(path))
-        raise InUse(f"somebody listens on {path}", "stop that daemon, or choose another daemon.runtime_dir")
-
-
-def take_over(path: Path) -> None:
-    """Remove a socket that a dead daemon left."""
-    nobody_listens(path)
-    path.unlink(missing_ok=True)

@@ -28,8 +28,8 @@ from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import BadRequest, NotFound, TierDown, TierFull
-from terracekv.tiers.host import DAEMON
 from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.slot_tier import DAEMON
 from terracekv.tiers.slots import Slot, slot_bytes_for
 from terracekv.tiers.tier import Outcome
 
@@ -39,6 +39,8 @@ UPLOAD_S_MAX = 600.0
 DOWNLOAD_IDLE_S = 60.0
 """A reader that takes nothing for so long loses its connection, and with it its lease."""
 PROMOTE_S_MAX = 30.0
+LEARN_S_MAX = 2.0
+"""Time in which a distant tier must say whether it has a block; after it the block is taken as absent."""
 CHECKSUM = "X-TerraceKV-Checksum"
 TIER = "X-TerraceKV-Tier"
 ALGORITHM = "xxh3-64"
@@ -65,7 +67,8 @@ class Blocks:
     async def get(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Bring the block into host if need be and stream it from there."""
         namespace, id = self._target(names)
-        tier = "host" if self._store.host.has(namespace, id) else "disk"
+        namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
+        tier = self._store.holder(namespace, id) or "host"
         slot = await self._lease(namespace, id)
         try:
             digest = self._store.host.checksum_of(slot)
@@ -77,11 +80,12 @@ class Blocks:
     async def head(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Whether it is here, and in which tier. Does not count as a use of the block."""
         namespace, id = self._target(names)
-        for name, tier in self._store.tiers.items():
-            if tier.leading(namespace, [id]):
-                headers = {"Content-Length": str(namespace.block_bytes), TIER: name, "Accept-Ranges": "bytes"}
-                return web.Response(headers=headers, content_type="application/octet-stream")
-        raise NotFound("no such block", "POST /v1/lookup says how much of a chain is here")
+        namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
+        tier = self._store.holder(namespace, id)
+        if tier is None:
+            raise NotFound("no such block", "POST /v1/lookup says how much of a chain is here")
+        headers = {"Content-Length": str(namespace.block_bytes), TIER: tier, "Accept-Ranges": "bytes"}
+        return web.Response(headers=headers, content_type="application/octet-stream")
 
     async def put(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Stream a block into host. 201 when it was stored, 200 when it was there already."""
@@ -89,8 +93,8 @@ class Blocks:
         refuse_encoded(request)
         wanted = _wanted_checksum(request)
         durable = _flag(request, "durable")
-        if durable and self._store.disk is None:
-            raise BadRequest("durable=1, and there is no disk tier", "leave it out, or set disk.enabled")
+        if durable and not self._store.below:
+            raise BadRequest("durable=1, and there is no disk tier", "leave it out, or set disk.enabled or s3.enabled")
         _check_length(request.content_length, namespace)
         (slot,) = self._store.reserve(namespace, [id], DAEMON)
         if isinstance(slot, Slot):
@@ -114,7 +118,10 @@ class Blocks:
         namespace, id = self._target(names)
         counts = await self._store.delete(namespace, [id])
         done = {tier: {"deleted": count} for tier, count in counts.items()}
-        return reply(request, Done(namespace.id.hex(), 1, done, {} if any(counts.values()) else {"absent": 1}))
+        skipped = {f"{tier}_unreachable": 1 for tier in self._store.tiers if tier not in counts}
+        if not skipped and not any(counts.values()):
+            skipped["absent"] = 1
+        return reply(request, Done(namespace.id.hex(), 1, done, skipped))
 
     def _target(self, names: Mapping[str, str]) -> tuple[Namespace, bytes]:
         namespace = find_namespace(self._store, names["ns"])
@@ -143,9 +150,8 @@ class Blocks:
         if result is Outcome.FULL:
             raise self._full(namespace)
         if result is Outcome.FAILED:
-            disk = self._store.disk
-            error = disk.status().last_error if disk is not None else None
-            raise TierDown(f"the block could not be read: {error or 'see the log'}", "treat it as a miss")
+            errors = [error for lower in self._store.below if (error := lower.tier.status().last_error)]
+            raise TierDown(f"the block could not be read: {'; '.join(errors) or 'see the log'}", "treat it as a miss")
         raise NotFound(
             "no such block" if result is Outcome.MISS else f"no such block any more: {result}",
             "POST /v1/lookup says how much of a chain is here",
@@ -173,20 +179,15 @@ class Blocks:
         return outcome, digest
 
     async def _make_durable(self, namespace: Namespace, id: bytes) -> None:
-        store = self._store
-        disk, through = store.disk, store.write_through
-        assert disk is not None and through is not None
-        if not disk.leading(namespace, [id]):
-            (write,) = through.committed(namespace, [id], durable=True)
-            if write is not None:
-                await asyncio.wait([write])
-        if not disk.leading(namespace, [id]):
+        if not await self._store.make_durable(namespace, id):
+            tier = self._store.below[-1].tier
+            why = tier.status().last_error or "its queue is full"
             raise Problem(
                 503,
                 "tier_down",
-                f"the block is in host but did not reach disk: {disk.status().last_error or 'its queue is full'}",
+                f"the block is in host but did not reach {tier.name}: {why}",
                 "repeat the request to try again",
-                tier="disk",
+                tier=tier.name,
             )
 
     def _full(self, namespace: Namespace) -> TierFull:

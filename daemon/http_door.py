@@ -21,7 +21,6 @@ from typing import Any
 from aiohttp import web
 
 from terracekv.daemon.config import Config, read_token, tcp_address, version
-from terracekv.daemon.engine_door import take_over
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
 from terracekv.daemon.http_messages import (
     Alive,
@@ -42,6 +41,7 @@ from terracekv.daemon.http_messages import (
 from terracekv.daemon.http_queries import EVENTS_TYPE, Queries
 from terracekv.daemon.http_routes import Route, Routes, openapi
 from terracekv.daemon.metrics import CONTENT_TYPE, UNMATCHED, Metrics
+from terracekv.daemon.own_socket import take_over
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.status import namespaces_document, status_document
 from terracekv.daemon.store import Store
@@ -270,7 +270,7 @@ class HttpDoor:
             ),
             Route("GET", "/metrics", self._metrics_text, "Metrics in Prometheus' format", {200: "text/plain"}),
             Route("GET", "/healthz", self._healthz, "Whether the daemon answers", {200: Alive}, open=True),
-            Route("GET", "/readyz", self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}),
+            Route("GET", "/readyz", self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}, open=True),
             Route("GET", "/openapi.json", self._openapi_json, "This document", {200: dict}),
             Route("GET", "/", self._root, "Where to look", {200: "text/plain"}),
         ]

@@ -28,6 +28,7 @@ BODIES_BYTES_MAX = 64 << 20
 SMALL_BODY_BYTES = 64 << 10
 """Never waits: a connection may buffer as much anyway."""
 KEYS_MAX = 1 << 17
+DEADLINE_MS = 200
 TTL_S_MAX = 7 * 86400.0
 PIECE_BYTES = 32 << 10
 """Tokens are parsed in pieces: between two of them another thread may have the interpreter."""
@@ -53,7 +54,9 @@ class Chain(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Lookup(Chain, forbid_unknown_fields=True, kw_only=True):
-    """How much of a chain is here?"""
+    """How much of a chain is here? Only what nobody but a distant tier can tell is waited for, ``deadline_ms``."""
+
+    deadline_ms: Annotated[int, Meta(ge=0, le=60_000)] = DEADLINE_MS
 
 
 class Prefetch(Chain, forbid_unknown_fields=True, kw_only=True):

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from terracekv.daemon.http_blocks import find_namespace
 from terracekv.daemon.http_messages import (
+    DEADLINE_MS,
     Bodies,
     Chain,
     Done,
@@ -65,7 +66,7 @@ class Queries:
         if namespace is None or not namespace.registered:
             return reply(request, self._unknown(wanted))
         keys = await self._keys(namespace, wanted)
-        found = self._store.lookup(namespace, keys)
+        found = await self._store.find(namespace, keys, wanted.deadline_ms / 1e3)
         tokens = namespace.block_tokens
         miss = None if found.first_miss is None else FirstMiss(found.first_miss, str(found.reason))
         answer = Found(
@@ -84,8 +85,11 @@ class Queries:
     async def prefetch(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Start to bring a chain up; the answer does not wait for it."""
         namespace, ids = await self._chain(request, Prefetch)
+        namespace = await self._store.learn(namespace, ids, DEADLINE_MS / 1e3)
         here, coming = self._store.promoter.prefetch(namespace, ids)
-        done = {"host": {"present": here}} | ({"disk": {"coming": coming}} if self._store.disk else {})
+        sources = self._store.promoter.sources(set(ids))
+        done = {"host": {"present": here}}
+        done |= {lower.name: {"coming": sources[lower.name]} for lower in self._store.below}
         return reply(request, Done(namespace.id.hex(), len(ids), done, {"absent": len(ids) - here - coming}))
 
     async def pin(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
@@ -94,6 +98,7 @@ class Queries:
         namespace, ids = await self._named(wanted)
         try:
             async with asyncio.timeout(PIN_S_MAX):
+                namespace = await self._store.learn(namespace, ids, PIN_S_MAX)
                 counts = await self._store.pins.pin(namespace, ids, wanted.ttl_s)
         except TimeoutError:
             raise Problem(
@@ -112,15 +117,15 @@ class Queries:
 
     async def flush(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Forget a namespace's blocks. ``skipped.leased``: gone for lookups, but their room only comes back when
-        their readers let go (counted for the tier as a whole)."""
+        their readers let go (counted for the tier as a whole). For the rest of ``skipped`` see ``Flushed``."""
         wanted = await self._bodies.read(request, Flush)
         namespace = find_namespace(self._store, wanted.namespace)
-        counts = await self._store.flush(namespace, wanted.tier)
+        flushed = await self._store.flush(namespace, wanted.tier)
         skipped = {}
-        if "host" in counts:
+        if "host" in flushed.dropped:
             skipped["leased"] = int(self._store.host.status().details["doomed_blocks"] or 0)
-        done = {tier: {"dropped": blocks} for tier, blocks in counts.items()}
-        return reply(request, Done(namespace.id.hex(), None, done, skipped))
+        done = {tier: {"dropped": blocks} for tier, blocks in flushed.dropped.items()}
+        return reply(request, Done(namespace.id.hex(), None, done, skipped | flushed.skipped))
 
     async def events(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Server-sent events until the client, or the daemon, goes away."""

@@ -33,13 +33,13 @@ COUNTERS = {
     "asked_tokens": "Tokens that lookups asked for.",
     "matched_blocks": "Blocks that lookups found; the sum of terracekv_lookup_matched_blocks over the tiers.",
     "matched_tokens": "Tokens that lookups found.",
-    "promoted": "Blocks brought up from disk.",
+    "promoted": "Blocks brought up from lower tiers.",
     "promotions_failed": "Blocks that were to be brought up and were not.",
-    "written": "Blocks written through to disk.",
-    "not_admitted": "Blocks that admission kept from disk.",
-    "writes_failed": "Blocks whose write to disk failed.",
-    "writes_dropped": "Blocks not written to disk because the queue was full.",
-    "writes_dropped_bytes": "Bytes not written to disk because the queue was full.",
+    "written": "Blocks written through to lower tiers.",
+    "not_admitted": "Blocks that admission kept from lower tiers.",
+    "writes_failed": "Blocks whose write to a lower tier failed.",
+    "writes_dropped": "Blocks not written to a lower tier because its queue was full or it was down.",
+    "writes_dropped_bytes": "Bytes not written to a lower tier because its queue was full or it was down.",
     "evicted_before_persist": "Blocks that left host although no lower tier had them.",
     "stale_commits": "Blocks refused at commit because their namespace had been flushed.",
     "refused_reservations": "Blocks for which there was no slot.",
@@ -62,6 +62,17 @@ NAMES = {
     "stale_commits": "stale_commit_blocks",
     "refused_reservations": "refused_reservation_blocks",
 }
+FLOWS = {
+    "promoted": "Blocks brought up from the tier.",
+    "promotions_failed": "Blocks that were to be brought up from the tier and were not.",
+    "vanished": "Blocks that the tier was believed to have and had not.",
+    "written": "Blocks written to the tier.",
+    "not_admitted": "Blocks that admission kept from the tier.",
+    "writes_failed": "Blocks whose write to the tier failed.",
+    "writes_dropped": "Blocks not written to the tier because its queue was full or it was down.",
+    "writes_dropped_bytes": "Bytes not written to the tier because its queue was full or it was down.",
+}
+"""Fields of ``Flow``; their sums over the tiers are ``COUNTERS``, and the metrics bear the same names."""
 TIER_GAUGES = {
     "capacity_bytes": "Size of the tier.",
     "used_bytes": "Bytes of the tier's medium in use.",
@@ -81,6 +92,17 @@ TIER_COUNTERS = {
     "checksum_failures": "Blocks whose bytes were not what they should be.",
     "io_errors": "Errors of the medium.",
 }
+
+
+CODEC_COUNTERS = {
+    "coded_blocks": "Blocks that were compressed on their way to the tier.",
+    "raw_blocks": "Blocks that went to the tier as they are.",
+}
+CODEC_GAUGES = {
+    "codec_ratio": "Payload bytes for each byte that the codec makes of them; 0 before the first block.",
+    "codec_chosen_namespaces": "Namespaces whose blocks are compressed for the tier.",
+}
+"""Details of the tiers that have a codec."""
 
 
 class Metrics(Collector):
@@ -169,7 +191,27 @@ class Metrics(Collector):
         for name, status in tiers.items():
             modes.add_metric([name, status.mode], 1)
         yield modes
+        yield from _codecs(tiers)
+        yield from self._flows()
         yield from self._bandwidth()
+
+    def _flows(self) -> Iterator[Metric]:
+        below = self._store.below
+        for field, documentation in FLOWS.items():
+            family = CounterMetricFamily(
+                P + "tier_" + NAMES.get(field, f"{field}_blocks"), documentation, labels=["tier"]
+            )
+            for lower in below:
+                family.add_metric([lower.name], getattr(lower.flow, field))
+            yield family
+        queue = GaugeMetricFamily(P + "tier_write_queue_bytes", "Bytes that wait for the tier.", labels=["tier"])
+        for lower in below:
+            queue.add_metric([lower.name], lower.mover.queue_bytes)
+        yield queue
+        up = GaugeMetricFamily(P + "tier_up", "1 when blocks can be had from the tier.", labels=["tier"])
+        for lower in below:
+            up.add_metric([lower.name], float(lower.up))
+        yield up
 
     def _bandwidth(self) -> Iterator[Metric]:
         labels = ["tier", "direction"]
@@ -177,11 +219,10 @@ class Metrics(Collector):
             P + "tier_bandwidth_bytes_per_second", "Throughput of the tier when busy.", labels=labels
         )
         known = GaugeMetricFamily(P + "tier_bandwidth_measured", "0 while the throughput is assumed.", labels=labels)
-        if self._store.write_through is not None:
-            meters = {"read": self._store.promoter.disk_read, "write": self._store.write_through.disk_write}
-            for direction, meter in meters.items():
-                rate.add_metric(["disk", direction], meter.bytes_per_s)
-                known.add_metric(["disk", direction], float(meter.measured))
+        for lower in self._store.below:
+            for direction, meter in {"read": lower.read, "write": lower.write}.items():
+                rate.add_metric([lower.name, direction], meter.bytes_per_s)
+                known.add_metric([lower.name, direction], float(meter.measured))
         yield rate
         yield known
 
@@ -211,6 +252,29 @@ def _labelled(name: str, documentation: str, label: str, counts: dict[str, int])
     for value, count in counts.items():
         family.add_metric([value], count)
     return family
+
+
+def _codecs(tiers: dict[str, TierStatus]) -> Iterator[Metric]:
+    details = {name: status.details for name, status in tiers.items() if "codec" in status.details}
+    for field, documentation in CODEC_COUNTERS.items():
+        counter = CounterMetricFamily(f"{P}tier_{field}", documentation, labels=["tier"])
+        for name, known in details.items():
+            counter.add_metric([name], float(known[field] or 0))
+        yield counter
+    for field, documentation in CODEC_GAUGES.items():
+        gauge = GaugeMetricFamily(f"{P}tier_{field}", documentation, labels=["tier"])
+        for name, known in details.items():
+            gauge.add_metric([name], float(known[field] or 0))
+        yield gauge
+    rate = GaugeMetricFamily(
+        P + "tier_codec_bytes_per_second",
+        "Payload bytes that one thread codes or decodes in a second; 0 before the first block.",
+        labels=["tier", "direction"],
+    )
+    for name, known in details.items():
+        for direction in ("encode", "decode"):
+            rate.add_metric([name, direction], float(known[f"codec_{direction}_bytes_per_s"] or 0))
+    yield rate
 
 
 def _by_tier(family: GaugeMetricFamily, tiers: dict[str, TierStatus], field: str) -> Metric:

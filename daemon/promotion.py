@@ -1,52 +1,75 @@
 """Leases on blocks wherever they are: at once when they are in host, later when they must come up first.
 
 Owns the promotions under way (one a block, however many wait for it) and the first check of blocks that an earlier
-daemon left in host. Runs on the event loop; reads and hashes go through the mover. Imports ``tiers``, ``mover`` and
-``stats``.
+daemon left in host. Runs on the event loop; hashes go through the mover, reads through that of the tier they are from.
+Imports ``tiers``, ``below``, ``mover`` and ``stats``.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
-from terracekv.daemon.mover import Meter, Mover
+from terracekv.daemon.below import Lower, places
+from terracekv.daemon.mover import Mover
 from terracekv.daemon.stats import Stats
 from terracekv.tiers.checksum import checksum
-from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.failpoint import failpoint
-from terracekv.tiers.host import DAEMON, HostTier
+from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slot_tier import DAEMON
 from terracekv.tiers.slots import Slot, slot_bytes_for
 from terracekv.tiers.tier import Outcome
-
-ASSUMED_BYTES_PER_S = 1e9
-"""Read rate of the disk until the first read is measured."""
 
 Arrived = Callable[[int, Slot | Outcome], bool]
 """Told ``(index, slot under a lease, or what went wrong)``; answers whether the lease is still wanted."""
 
 
+@dataclass(slots=True, eq=False)
+class Coming:
+    """A block on its way up. ``source`` is the tier it is read from, the last one once it has come."""
+
+    done: "asyncio.Future[Outcome]"
+    source: str
+
+
+Promoted = Callable[[Namespace, bytes, Lower], None]
+"""Told which block came into host, and from where."""
+
+
 class Promoter:
-    """Hands out leases on the leading run of a chain."""
+    """Hands out leases on the leading run of a chain. ``below`` are the lower tiers, from the top down."""
 
     def __init__(
-        self, *, namespaces: Namespaces, host: HostTier, disk: DiskTier | None, mover: Mover, stats: Stats
+        self,
+        *,
+        namespaces: Namespaces,
+        host: HostTier,
+        below: Sequence[Lower],
+        mover: Mover,
+        stats: Stats,
+        promoted: Promoted = lambda namespace, id, lower: None,
     ) -> None:
         self._namespaces = namespaces
         self._host = host
-        self._disk = disk
+        self._below = below
         self._mover = mover
         self._stats = stats
-        self._coming: dict[bytes, asyncio.Future[Outcome]] = {}
-        self.disk_read = Meter(ASSUMED_BYTES_PER_S)
+        self._promoted = promoted
+        self._coming: dict[bytes, Coming] = {}
 
     @property
     def coming(self) -> int:
         """Blocks on their way up."""
         return len(self._coming)
 
+    def __contains__(self, id: object) -> bool:
+        """Whether a block is on its way up."""
+        return id in self._coming
+
     def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Promotions of these blocks that have not ended."""
-        return [coming for id, coming in self._coming.items() if id in ids]
+        return [coming.done for id, coming in self._coming.items() if id in ids]
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
@@ -59,12 +82,14 @@ class Promoter:
         host = self._host
         slots = host.acquire(namespace, ids, serving=True)
         absent = [index for index, slot in enumerate(slots) if slot is None]
-        below = self._leading_below(namespace, [ids[index] for index in absent])
+        found = places(self._below, namespace, [ids[index] for index in absent], self._coming)
+        below = len(found)
         end = absent[below] if below < len(absent) else len(ids)
         host.release([slot for slot in slots[end:] if slot is not None])
         slots[end:] = [None] * (len(ids) - end)
         pending = absent[:below]
-        for index, coming in zip(pending, self._promote(namespace, [ids[index] for index in pending]), strict=True):
+        comings = self._promote(namespace, [ids[index] for index in pending], found)
+        for index, coming in zip(pending, comings, strict=True):
             self._wait(namespace, ids[index], index, coming, arrived)
         for index, slot in enumerate(slots):
             if slot is not None and host.unverified(slot):
@@ -112,69 +137,73 @@ class Promoter:
         self._host.release(held)
         return len(held), len(pending)
 
-    def _leading_below(self, namespace: Namespace, ids: list[bytes]) -> int:
-        """How many leading ``ids`` are on their way or can be brought up."""
-        position = 0
-        while position < len(ids):
-            if ids[position] in self._coming:
-                position += 1
-                continue
-            found = self._disk.leading(namespace, ids[position:]) if self._disk else 0
-            if not found:
-                break
-            position += found
-        return position
+    def sources(self, ids: Collection[bytes]) -> Counter[str]:
+        """How many of these blocks are coming from each tier."""
+        return Counter(coming.source for id, coming in self._coming.items() if id in ids)
 
-    def _promote(self, namespace: Namespace, ids: list[bytes]) -> "list[asyncio.Future[Outcome]]":
+    def _promote(self, namespace: Namespace, ids: list[bytes], found: Sequence[Lower | None]) -> list[Coming]:
         """Start to bring blocks up, those that are not coming already; STORED or PRESENT when they are in host."""
-        fresh = [id for id in dict.fromkeys(ids) if id not in self._coming]
-        reserved = dict(zip(fresh, self._host.reserve(namespace, fresh, DAEMON), strict=True)) if fresh else {}
-        for id, slot in reserved.items():
-            self._coming[id] = asyncio.get_running_loop().create_future()
+        fresh = {id: lower for id, lower in zip(ids, found, strict=True) if lower is not None}
+        reserved = self._host.reserve(namespace, list(fresh), DAEMON) if fresh else []
+        for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
+            self._coming[id] = Coming(asyncio.get_running_loop().create_future(), lower.name)
             if isinstance(slot, Slot):
-                self._read(namespace, id, slot)
-        futures = [self._coming[id] for id in ids]
-        for id, slot in reserved.items():
+                self._read(namespace, id, slot, lower)
+        comings = [self._coming[id] for id in ids]
+        for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
             if isinstance(slot, Outcome):
-                self._settle(id, slot)
-        return futures
+                self._settle(id, slot, lower)
+        return comings
 
-    def _read(self, namespace: Namespace, id: bytes, slot: Slot) -> None:
-        disk, host = self._disk, self._host
-        assert disk is not None
+    def _read(self, namespace: Namespace, id: bytes, slot: Slot, lower: Lower) -> None:
+        host = self._host
 
         def read() -> tuple[Outcome, int]:
-            with self.disk_read as meter:
-                outcome = disk.get(namespace, id, host.payload(slot, slot_bytes_for(namespace.block_bytes)))
+            with lower.read as meter:
+                outcome = lower.tier.get(namespace, id, host.payload(slot, slot_bytes_for(namespace.block_bytes)))
                 if outcome is Outcome.HIT:
                     meter.moved(namespace.block_bytes)
-            return outcome, checksum(host.payload(slot, namespace.block_bytes))
+            return outcome, checksum(host.payload(slot, namespace.block_bytes)) if outcome is Outcome.HIT else 0
 
         def came(future: "asyncio.Future[tuple[Outcome, int]]") -> None:
             failed = future.cancelled() or future.exception() is not None
             outcome, digest = (Outcome.FAILED, 0) if failed else future.result()
             if outcome is not Outcome.HIT or not self._namespaces.is_current(namespace):
-                host.abort([slot])
-                self._settle(id, Outcome.STALE if outcome is Outcome.HIT else outcome)
+                self._missed(namespace, id, slot, lower, outcome, closing=future.cancelled())
                 return
             (outcome,) = host.commit(namespace, [(id, slot, digest)])
             failpoint("store.promoted")
             self._stats.promoted += 1
+            lower.flow.promoted += 1
             # Held until all who wait have had their turn, or a reserve in between could evict the block again.
             held = [leased for leased in host.acquire(namespace, [id]) if leased is not None]
-            self._settle(id, outcome)
+            self._settle(id, outcome, lower)
             asyncio.get_running_loop().call_soon(host.release, held)
+            self._promoted(namespace, id, lower)
 
-        self._mover.load(read).add_done_callback(came)
+        lower.load(namespace.block_bytes, read).add_done_callback(came)
 
-    def _settle(self, id: bytes, outcome: Outcome) -> None:
+    def _missed(
+        self, namespace: Namespace, id: bytes, slot: Slot, lower: Lower, outcome: Outcome, *, closing: bool
+    ) -> None:
+        """A read brought nothing that may be believed: it is tried from further down, if it is there."""
+        lower.flow.vanished += outcome is Outcome.MISS
+        if outcome is not Outcome.HIT and not closing and self._namespaces.is_current(namespace):
+            for next_lower in self._below[self._below.index(lower) + 1 :]:
+                if next_lower.tier.leading(namespace, [id]):
+                    self._coming[id].source = next_lower.name
+                    self._read(namespace, id, slot, next_lower)
+                    return
+        self._host.abort([slot])
+        self._settle(id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
+
+    def _settle(self, id: bytes, outcome: Outcome, lower: Lower) -> None:
         if outcome not in (Outcome.STORED, Outcome.PRESENT):
             self._stats.promotions_failed += 1
-        self._coming.pop(id).set_result(outcome)
+            lower.flow.promotions_failed += 1
+        self._coming.pop(id).done.set_result(outcome)
 
-    def _wait(
-        self, namespace: Namespace, id: bytes, index: int, coming: "asyncio.Future[Outcome]", arrived: Arrived
-    ) -> None:
+    def _wait(self, namespace: Namespace, id: bytes, index: int, coming: Coming, arrived: Arrived) -> None:
         def came(future: "asyncio.Future[Outcome]") -> None:
             outcome = future.result()
             if outcome not in (Outcome.STORED, Outcome.PRESENT):
@@ -184,11 +213,11 @@ class Promoter:
             if slot is None:
                 arrived(index, Outcome.MISS)
                 return
-            self._stats.loaded["disk"] += 1
+            self._stats.loaded[coming.source] += 1
             if not arrived(index, slot):
                 self._host.release([slot])
 
-        coming.add_done_callback(came)
+        coming.done.add_done_callback(came)
 
     def _verify(self, namespace: Namespace, id: bytes, index: int, slot: Slot, arrived: Arrived) -> None:
         """Check adopted bytes before they are believed; wrong ones are replaced from below where that has them."""
@@ -202,8 +231,9 @@ class Promoter:
                     self._host.release([slot])
                 return
             self._host.release([slot])
-            if outcome is Outcome.DAMAGED and self._leading_below(namespace, [id]):
-                self._wait(namespace, id, index, self._promote(namespace, [id])[0], arrived)
+            found = places(self._below, namespace, [id], self._coming) if outcome is Outcome.DAMAGED else []
+            if found:
+                self._wait(namespace, id, index, self._promote(namespace, [id], found)[0], arrived)
             else:
                 arrived(index, outcome)
 

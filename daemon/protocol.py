@@ -22,8 +22,9 @@ PROBE = block_keys(bytes(32), range(8), 4)[-1]
 """A key of fixed tokens: engine and daemon compare it, so that two ways of hashing never meet."""
 
 AXES = {"NHD": "tokens, heads, dim", "HND": "heads, tokens, dim", "ND": "tokens, dim"}
-PLANES = {"split": 2, "fused": 1, "latent": 1}
-"""Planes of a layer in a payload: K then V; K and V side by side in one; one latent for both (MLA)."""
+PLANES = {"split": 2, "fused": 1, "latent": 1, "pages": 1}
+"""Planes of a layer in a payload: K then V; K and V side by side in one; one latent for both (MLA); whole pages of the
+engine, whose inside only it knows."""
 
 
 class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -57,8 +58,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             total += elements * self.item_bytes
         return total
 
-    def digest(self) -> bytes:
-        """32 bytes; differs whenever any field does."""
+    def digest(self, shards: int = 1) -> bytes:
+        """32 bytes; differs whenever any field does, or the number of shards of which this is one's layout."""
         parts = [
             b"terracekv/layout/1\0",
             field(1, self.axes.encode()),
@@ -68,6 +69,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
         for group in self.groups:
             numbers = (group.layers, len(group.shape), *group.shape, *group.strides)
             parts.append(field(4, struct.pack(f"<{len(numbers)}q", *numbers)))
+        if shards > 1:
+            parts.append(field(5, LENGTH.pack(shards)))
         return hashlib.sha256(b"".join(parts)).digest()
 
     def problem(self, block_tokens: int) -> str | None:
@@ -76,7 +79,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
             return f"layout.axes: {self.axes!r} is not one of {', '.join(AXES)}"
         if self.packing not in PLANES:
             return f"layout.packing: {self.packing!r} is not one of {', '.join(PLANES)}"
-        if (self.axes == "ND") != (self.packing == "latent"):
+        if (self.axes == "ND") != (self.packing in ("latent", "pages")):
             return f"layout.axes: {self.axes!r} does not go with packing {self.packing!r}"
         if not 0 < self.item_bytes <= 16:
             return f"layout.item_bytes: {self.item_bytes} is not between 1 and 16"
@@ -176,7 +179,14 @@ class Prefetch(msgspec.Struct, tag="prefetch", array_like=True):
     keys: bytes
 
 
-Request = Hello | Lookup | Acquire | Release | Reserve | Commit | Abort | Prefetch
+class Pin(msgspec.Struct, tag="pin", array_like=True):
+    """Keep blocks in host for ``ttl_ms``, as far as the daemon pins any more; not answered."""
+
+    keys: bytes
+    ttl_ms: int
+
+
+Request = Hello | Lookup | Acquire | Release | Reserve | Commit | Abort | Prefetch | Pin
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):

@@ -1,22 +1,28 @@
 """Opening what an earlier daemon left, in an order in which each step stands on the one before.
 
-Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config`` and ``sessions``.
+Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, ``config_s3`` and ``sessions``.
 """
 
-import fcntl
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from terracekv.daemon.config import Config
+from terracekv.daemon.config_s3 import settings_of
 from terracekv.daemon.sessions import read_secret
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.errors import InUse
+from terracekv.tiers.errors import ConfigError
+from terracekv.tiers.folder import claim
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
+from terracekv.tiers.numa import choose
 from terracekv.tiers.slots import SlotTable, table_fits
+
+if TYPE_CHECKING:
+    from terracekv.tiers.s3 import S3Tier
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +38,12 @@ class Tiers:
     host: HostTier
     disk: DiskTier | None
     secret: bytes
+    s3: "S3Tier | None" = None
 
     def close(self) -> None:
         """Leave all of it adoptable."""
+        if self.s3 is not None:
+            self.s3.close()
         if self.disk is not None:
             self.disk.close()
         self.host.close()
@@ -48,7 +57,8 @@ def open_tiers(config: Config) -> Tiers:
     """
     state = config.daemon.state_dir
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    state_lock = _own(state)
+    # Whoever writes namespaces.json beside us could undo a flush. The lock is on the folder itself.
+    state_lock = claim(os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), state, "daemon.state_dir")
     try:
         return _open(config, state, state_lock)
     except BaseException:
@@ -56,31 +66,20 @@ def open_tiers(config: Config) -> Tiers:
         raise
 
 
-def _own(state: Path) -> int:
-    """Whoever writes ``namespaces.json`` beside us could undo a flush. The lock is on the folder itself."""
-    fd = os.open(state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise InUse(
-            f"{state} belongs to a daemon that is running",
-            "stop that daemon, or give this one another daemon.state_dir",
-        ) from None
-    return fd
-
-
 def _open(config: Config, state: Path, state_lock: int) -> Tiers:
     assert config.host.size and config.host.slab
     slab = config.host.slab
     size = config.host.size // slab * slab
     slots = config.daemon.runtime_dir / "slots"
+    node, why = choose(config.host.numa)
+    log.info("the arena's memory comes from %s: %s", "anywhere" if node is None else f"node {node}", why)
     arena = Arena(
         config.daemon.runtime_dir,
         size_bytes=size,
         slab_bytes=slab,
         prefault=config.host.prefault,
         adopt=table_fits(slots, arena_bytes=size, slab_bytes=slab),
+        numa_node=node,
     )
     try:
         namespaces = Namespaces(state / "namespaces.json")
@@ -97,10 +96,23 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
                 capacity_bytes=config.disk.size,
                 segment_bytes=config.disk.segment,
                 direct=config.disk.direct,
+                codec=config.disk.codec,
                 namespaces=namespaces,
                 free_floor_bytes=config.disk.free_floor,
             )
-        return Tiers(state_lock, namespaces, arena, table, host, disk, secret)
+        s3 = _open_s3(config, namespaces) if config.s3.enabled else None
+        return Tiers(state_lock, namespaces, arena, table, host, disk, secret, s3)
     except BaseException:
         arena.close()
         raise
+
+
+def _open_s3(config: Config, namespaces: Namespaces) -> "S3Tier":
+    """Its libraries take as much memory as the rest of the daemon: they are loaded where they are used."""
+    try:
+        from terracekv.tiers.s3 import S3Tier
+    except ModuleNotFoundError as missing:
+        raise ConfigError(
+            f"s3.enabled is true and {missing.name} is not installed", 'pip install "terracekv[s3]"'
+        ) from None
+    return S3Tier(settings_of(config.s3), namespaces=namespaces)

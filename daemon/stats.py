@@ -25,11 +25,11 @@ class Stats:
     promoted: int = 0
     promotions_failed: int = 0
     written: int = 0
-    """Blocks written through to disk."""
+    """Blocks written through to a lower tier; these and the following are sums over the tiers, see ``below.Flow``."""
     not_admitted: int = 0
     writes_failed: int = 0
     writes_dropped: int = 0
-    """Blocks not written through because the queue was full."""
+    """Blocks not written through because the queue was full or the tier down."""
     writes_dropped_bytes: int = 0
     evicted_before_persist: int = 0
     """Blocks that left host although no lower tier had them."""

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from terracekv.daemon.below import Lower
 from terracekv.daemon.config import Config, describe, version
+from terracekv.daemon.distant import Distant
 from terracekv.daemon.mover import Meter
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import HOST_BYTES_PER_S, Store
@@ -71,8 +73,11 @@ def namespaces_document(store: Store) -> list[dict[str, Any]]:
 
 
 def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
-    details = dict(status.details)
-    host = name == "host"
+    details: dict[str, Any] = dict(status.details)
+    through = next((through for through in store.through if through.lower.name == name), None)
+    lower = through.lower if through is not None else None
+    if isinstance(lower, Distant):
+        details |= lower.report()
     shown: dict[str, Any] = {
         "mode": status.mode,
         "capacity_bytes": status.capacity_bytes,
@@ -80,22 +85,24 @@ def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
         "blocks": status.blocks,
         "leased_blocks": details.pop("leased_blocks", 0),
         "reserved_blocks": details.pop("reserved_blocks", 0),
-        "in_flight_blocks": store.promoter.coming if host else 0,
-        "in_flight_bytes": 0 if host else store.mover.queue_bytes,
+        "in_flight_blocks": through.blocks_under_way if through else store.promoter.coming,
+        "in_flight_bytes": lower.mover.queue_bytes if lower else 0,
+        "in_flight_bytes_max": lower.mover.queue_bytes_max if lower else 0,
         "counters": asdict(status.counters),
         "last_error": status.last_error,
-        "bandwidth": _bandwidth(name, store),
+        "last_error_age_s": None if status.last_error_at is None else round(time.time() - status.last_error_at, 3),
+        "bandwidth": _bandwidth(lower),
+        "admission": lower.admission if lower else None,
+        "flow": asdict(lower.flow) if lower else None,
         "details": details,
     }
     return shown
 
 
-def _bandwidth(name: str, store: Store) -> Mapping[str, Any]:
+def _bandwidth(lower: Lower | None) -> Mapping[str, Any]:
     """Measured rates; what is not measured yet, or cannot be, is the assumption that estimates are made with."""
-    if name == "disk":
-        through = store.write_through
-        assert through is not None
-        return {"read": _meter(store.promoter.disk_read), "write": _meter(through.disk_write)}
+    if lower is not None:
+        return {"read": _meter(lower.read), "write": _meter(lower.write)}
     return {"read": {"bytes_per_s": HOST_BYTES_PER_S, "measured": False}}
 
 

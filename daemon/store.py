@@ -1,15 +1,19 @@
 """The store: all tiers as one. Says what is present, takes blocks in, hands them out, forgets them.
 
-Owns the parts that do this (promoter, write-through, pins, events) and the counts. Everything here runs on the event
-loop, so two steps without an ``await`` between them cannot be interrupted by another request; blocking work goes
-through the mover. Both doors call it. Imports ``tiers`` and its own parts.
+Owns the parts that do this (promoter, write-through, pins, forgetting, events) and the counts. Everything here runs on
+the event loop, so two steps without an ``await`` between them cannot be interrupted by another request; blocking work
+goes through the movers. Both doors call it. Imports ``tiers`` and its own parts.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from terracekv.daemon.below import DISK_BYTES_PER_S, Lower, places
+from terracekv.daemon.distant import Distant
 from terracekv.daemon.events import Events
+from terracekv.daemon.forgetting import Flushed, Forgetting
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.pins import SHARE, Pins
 from terracekv.daemon.promotion import Arrived, Promoter
@@ -24,14 +28,14 @@ from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot
-from terracekv.tiers.tier import Miss, Outcome
+from terracekv.tiers.tier import Miss, Outcome, Tier
 
 GHOSTS = 1 << 16
 """Evicted blocks remembered, to tell ``evicted`` from ``absent``."""
 HOST_BYTES_PER_S = 5e9
 """Assumed copy rate from host to engine: the copy happens in the engine, out of the daemon's sight."""
-DISK_LATENCY_MS = 0.5
-DELETE_ROUNDS = 8
+DURABLE_S = 60.0
+"""A durable commit waits no longer for the lowest tier, and then says that it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,34 +53,68 @@ class Found:
 
 
 class Store:
-    """``admission`` decides what of host is written through to disk: see ``WriteThrough``."""
+    """``admission`` decides what of host is written through to disk: see ``WriteThrough``. ``far`` is the lowest tier,
+    behind a network."""
 
     def __init__(
-        self, *, namespaces: Namespaces, host: HostTier, disk: DiskTier | None, mover: Mover, admission: str
+        self,
+        *,
+        namespaces: Namespaces,
+        host: HostTier,
+        disk: DiskTier | None,
+        mover: Mover,
+        admission: str,
+        far: Distant | None = None,
     ) -> None:
         self.namespaces = namespaces
         self.host = host
         self.disk = disk
+        self.far = far
         self.mover = mover
+        self.below: list[Lower] = []
+        if disk is not None:
+            self.below.append(Lower(disk, mover, admission=admission, bytes_per_s=DISK_BYTES_PER_S))
+        if far is not None:
+            self.below.append(far)
         self.events = Events()
         self.stats = Stats()
-        self.promoter = Promoter(namespaces=namespaces, host=host, disk=disk, mover=mover, stats=self.stats)
-        self.write_through = (
-            WriteThrough(
-                namespaces=namespaces, host=host, disk=disk, mover=mover, admission=admission, stats=self.stats
-            )
-            if disk
-            else None
+        for lower in self.below:
+            self.stats.matched.setdefault(lower.name, 0)
+            self.stats.loaded.setdefault(lower.name, 0)
+        self.promoter = Promoter(
+            namespaces=namespaces,
+            host=host,
+            below=self.below,
+            mover=mover,
+            stats=self.stats,
+            promoted=self._promoted,
         )
+        self.through = [
+            WriteThrough(namespaces=namespaces, host=host, lower=lower, stats=self.stats) for lower in self.below
+        ]
         pinnable = int(host.status().capacity_bytes * SHARE)
         self.pins = Pins(host=host, promoter=self.promoter, namespaces=namespaces, bytes_max=pinnable)
+        self.forgetting = Forgetting(
+            namespaces=namespaces,
+            host=host,
+            below=self.below,
+            mover=mover,
+            promoter=self.promoter,
+            through=self.through,
+            pins=self.pins,
+            events=self.events,
+        )
         self._evicted = Ghosts(GHOSTS)
         host.on_evict = self._left_host
 
     @property
-    def tiers(self) -> dict[str, HostTier | DiskTier]:
+    def tiers(self) -> dict[str, Tier]:
         """Configured tiers by name, from the top down."""
-        return {"host": self.host} | ({"disk": self.disk} if self.disk else {})
+        return {"host": self.host} | {lower.name: lower.tier for lower in self.below}
+
+    def holder(self, namespace: Namespace, id: bytes) -> str | None:
+        """The uppermost tier that is known to have a block. Does not count as a use of it."""
+        return next((name for name, tier in self.tiers.items() if tier.leading(namespace, [id])), None)
 
     def resolve(self, name: str) -> Namespace:
         """A namespace by its id in hex, a unique prefix of it (8 digits or more), or a model name only it bears."""
@@ -94,30 +132,93 @@ class Store:
         return matches[0]
 
     def lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> Found:
-        """How many leading blocks are present, whole (all their shards), and from where. Reads no payload."""
+        """How many leading blocks are present, whole (all their shards), and from where, as far as is known here.
+        Reads no payload and asks nobody."""
+        found, _ = self._look(namespace, keys)
+        self._count(namespace, len(keys), found)
+        return found
+
+    def begin_lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> "Found | asyncio.Future[int]":
+        """The answer, when nobody need be asked for it; else a question under way, after which, or after as much of it
+        as there is time for, ``lookup`` answers."""
+        found, unknown = self._look(namespace, keys)
+        question = self.far.ask(namespace, unknown) if self.far is not None and unknown else None
+        if question is not None:
+            return question
+        self._count(namespace, len(keys), found)
+        return found
+
+    async def find(self, namespace: Namespace, keys: Sequence[bytes], wait_s: float) -> Found:
+        """As ``lookup``, waiting up to ``wait_s`` for what a distant tier has to say."""
+        begun = self.begin_lookup(namespace, keys)
+        if isinstance(begun, Found):
+            return begun
+        await asyncio.wait([begun], timeout=wait_s)
+        return self.lookup(self.namespaces.get(namespace.id) or namespace, keys)
+
+    def question(self, namespace: Namespace, ids: Sequence[bytes]) -> "asyncio.Future[int] | None":
+        """Ask about the first of ``ids`` of which nothing is known, and those after it; None when all is known."""
+        if self.far is None:
+            return None
+        rest = [ids[index] for index in self.host.absent(namespace, ids)]
+        known = len(places(self.below, namespace, rest, self.promoter))
+        return self.far.ask(namespace, rest[known:])
+
+    async def learn(self, namespace: Namespace, ids: Sequence[bytes], wait_s: float) -> Namespace:
+        """Wait up to ``wait_s`` for what a distant tier has to say about ``ids``; the namespace's snapshot of then."""
+        question = self.question(namespace, ids)
+        if question is not None:
+            await asyncio.wait([question], timeout=wait_s)
+        return self.namespaces.get(namespace.id) or namespace
+
+    def _look(self, namespace: Namespace, keys: Sequence[bytes]) -> tuple[Found, list[bytes]]:
+        """What is known, and the ids from the first one on of which nothing is."""
         shards = max(1, namespace.shards)
         ids = [block_id(key, shard) for key in keys for shard in range(shards)]
         absent = self.host.absent(namespace, ids)
-        in_host = absent[0] if absent else len(ids)
-        below = self.disk.leading(namespace, [ids[index] for index in absent]) if self.disk and absent else 0
-        position = absent[below] if below < len(absent) else len(ids)
-        blocks = position // shards
-        from_disk = min(blocks, -(-below // shards))
+        rest = [ids[index] for index in absent]
+        where = places(self.below, namespace, rest) if rest else []
+        unknown, reason = rest[len(where) :], None
+        if self.far is not None and not self._worth(namespace, where, shards):
+            del where[where.index(self.far) :]
+            unknown, reason = [], Miss.TOO_SLOW
+
+        def end(count: int) -> int:
+            """Whole blocks that precede the absent id of this number."""
+            return (absent[count] if count < len(absent) else len(ids)) // shards
+
+        blocks = end(len(where))
+        per_tier, lowest = {"host": end(0)}, dict[int, str]()
         load_ms = blocks * shards * namespace.block_bytes / HOST_BYTES_PER_S * 1e3
-        if below:
-            load_ms += DISK_LATENCY_MS + below * namespace.block_bytes / self.promoter.disk_read.bytes_per_s * 1e3
+        for depth, lower in enumerate(self.below):
+            deeper = self.below[depth + 1 :]
+            per_tier[lower.name] = end(next((at for at, place in enumerate(where) if place in deeper), len(where)))
+            mine = [absent[at] // shards for at, place in enumerate(where) if place is lower]
+            lowest |= {block: lower.name for block in mine if block < blocks}
+            if mine:
+                load_ms += lower.latency_s * 1e3 + len(mine) * namespace.block_bytes / lower.read.bytes_per_s * 1e3
+        split = Counter(lowest.values())
         missed = blocks < len(keys) or not keys
         found = Found(
             blocks=blocks,
-            per_tier={"host": in_host // shards} | ({"disk": blocks} if self.disk else {}),
-            split={"host": blocks - from_disk, "disk": from_disk},
+            per_tier=per_tier,
+            split={"host": blocks - len(lowest), "disk": 0}
+            | {name: split[name] for name in per_tier if name != "host"},
             bytes=blocks * shards * namespace.block_bytes,
             load_ms=load_ms,
             first_miss=blocks if missed else None,
-            reason=self._why(keys[blocks:], shards) if missed else None,
+            reason=(reason or self._why(namespace, keys[blocks:], shards, unknown)) if missed else None,
         )
-        self._count(namespace, len(keys), found)
-        return found
+        return found, unknown
+
+    def _worth(self, namespace: Namespace, where: Sequence[Lower | None], shards: int) -> bool:
+        """Whether what only the distant tier has is worth the time it takes to load."""
+        count = where.count(self.far)
+        return (
+            self.far is None
+            or not count
+            or self.far.offers(namespace, -(-count // shards), count * namespace.block_bytes)
+        )
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
@@ -125,6 +226,9 @@ class Store:
         """Lease the leading run of ``ids``: see ``Promoter.acquire``."""
         slots, pending = self.promoter.acquire(namespace, ids, arrived)
         self._touched(namespace, [id for id, slot in zip(ids, slots, strict=True) if slot is not None])
+        if self.far is not None:
+            self.far.used.add(namespace.id)
+            self.far.redate(namespace, ids[: sum(slot is not None for slot in slots) + len(pending)])
         return slots, pending
 
     def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
@@ -159,67 +263,46 @@ class Store:
         failpoint("store.committed")
         stored = [id for (id, _), outcome in zip(written, outcomes, strict=True) if outcome is Outcome.STORED]
         self._emit("stored", namespace, stored, tier="host")
-        if self.write_through is None:
+        for through in self.through[:-1]:
+            through.committed(namespace, stored, False)
+        if not self.through:
             return outcomes, [False] * len(written)
-        writes = dict(zip(stored, self.write_through.committed(namespace, stored, durable), strict=True))
+        writes = dict(zip(stored, self.through[-1].committed(namespace, stored, durable), strict=True))
         if not durable:
             return outcomes, [False] * len(written)
         pending = [write for write in writes.values() if write is not None]
         if pending:
-            await asyncio.wait(pending)
+            await asyncio.wait(pending, timeout=DURABLE_S)
         failpoint("store.durable")
         return outcomes, [self._is_durable(namespace, id) for id, _ in written]
 
+    async def make_durable(self, namespace: Namespace, id: bytes) -> bool:
+        """Write a block of host to the lowest tier, unless it is there; whether it is now."""
+        through = self.through[-1]
+        if self._is_durable(namespace, id):
+            return True
+        (write,) = through.committed(namespace, [id], True)
+        if write is not None:
+            await asyncio.wait([write], timeout=DURABLE_S)
+        return self._is_durable(namespace, id)
+
     async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
-        """Forget blocks in every tier: how many each had. Whoever reads one under a lease may finish."""
-        self.pins.unpin(ids)
-        counts = dict.fromkeys(self.tiers, 0)
-        # A block on its way from tier to tier arrives behind us, and would be listed again: so once more, until a round
-        # finds nothing and nothing moves (or an engine keeps storing it: then it is there because it was stored).
-        for _ in range(DELETE_ROUNDS):
-            gone = await self._forget(namespace, ids)
-            counts = {name: max(count, gone[name]) for name, count in counts.items()}
-            if moving := self._under_way(set(ids)):
-                await asyncio.wait(moving)
-            elif not any(gone.values()):
-                break
-        return counts
+        """See ``Forgetting.delete``."""
+        return await self.forgetting.delete(namespace, ids)
 
-    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Outcome]]":
-        """Moves of these blocks between tiers that have not ended."""
-        writes = self.write_through.under_way(ids) if self.write_through is not None else []
-        return self.promoter.under_way(ids) + writes
+    async def flush(self, namespace: Namespace, tier: str | None = None) -> Flushed:
+        """See ``Forgetting.flush``."""
+        return await self.forgetting.flush(namespace, tier)
 
-    async def _forget(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
-        counts = {}
-        for name, tier in self.tiers.items():
-            counts[name] = await self.mover.load(lambda tier=tier: tier.delete(namespace, ids))  # type: ignore[misc]
-        return counts
-
-    async def flush(self, namespace: Namespace, tier: str | None = None) -> dict[str, int]:
-        """Make all blocks of a namespace misses, in every tier or in one: how many each had.
-
-        In every tier it raises the epoch: at once for lookups, for writes under way too, and for good.
-        """
-        if tier is not None and tier not in self.tiers:
-            raise BadRequest(f"no tier {tier!r}", f"configured tiers: {', '.join(self.tiers)}")
-        if tier is None:
-            raised = await self.mover.load(lambda: self.namespaces.raise_epoch(namespace.id))
-            namespace = replace(raised, epoch=raised.epoch - 1)  # of two flushes at once each ends an epoch of its own
-            self.events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
-            self.pins.expire()
-        counts = {}
-        if tier in (None, "host"):
-            self.pins.end(namespace)
-            counts["host"] = await self.mover.load(lambda: self.host.drop(namespace))
-        disk = self.disk
-        if disk is not None and tier in (None, "disk"):
-            # What was being written when the epoch rose may still be listed, under the old epoch: after it, not before.
-            if self.write_through is not None and (writing := self.write_through.under_way_in(namespace)):
-                await asyncio.wait(writing)
-            older_than = replace(namespace, epoch=namespace.epoch + 1)
-            counts["disk"] = await self.mover.load(lambda: disk.reclaim(older_than))
-        return counts
+    async def keep_house(self) -> None:
+        """What must happen now and then without anybody asking."""
+        self.pins.expire()
+        self.host.reap()
+        if self.far is not None:
+            self.far.watch(self.namespaces)
+            await self.forgetting.notice()
+        for through in self.through:
+            through.sweep()
 
     def check(self) -> None:
         """Books of all tiers; AssertionError names the first difference."""
@@ -227,11 +310,17 @@ class Store:
             tier.check()
 
     def _is_durable(self, namespace: Namespace, id: bytes) -> bool:
-        return self.disk is not None and self.disk.leading(namespace, [id]) == 1
+        return bool(self.below) and self.below[-1].has(namespace, id)
+
+    def _promoted(self, namespace: Namespace, id: bytes, source: Lower) -> None:
+        """A block came up into host: tiers on its way that have not got it may want it."""
+        self._emit("stored", namespace, [id], tier="host")
+        for through in self.through[: self.below.index(source)]:
+            through.committed(namespace, [id], False)
 
     def _touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
-        if self.write_through is not None and ids:
-            self.write_through.touched(namespace, ids)
+        for through in self.through if ids else ():
+            through.touched(namespace, ids)
 
     def _left_host(self, namespace: Namespace, ids: list[bytes], reason: str) -> None:
         """Called under the host tier's lock, from any thread."""
@@ -240,7 +329,7 @@ class Store:
                 self._evicted.discard(id)
                 continue
             self._evicted.add(id)
-            if self.disk is not None and not self.disk.leading(namespace, [id]):
+            if self.below and not any(lower.has(namespace, id) for lower in self.below):
                 self.stats.evicted_before_persist += 1
         self._emit("removed", namespace, ids, tier="host", reason=reason)
 
@@ -251,16 +340,20 @@ class Store:
             for id in ids:
                 self.events.publish(kind, namespace=namespace.id.hex(), block=id.hex(), **fields)
 
-    def _why(self, rest: Sequence[bytes], shards: int) -> Miss:
+    def _why(self, namespace: Namespace, rest: Sequence[bytes], shards: int, unknown: Sequence[bytes]) -> Miss:
         if not rest:
             return Miss.SHORTER_THAN_BLOCK
-        if self.disk is not None and self.disk.status().mode == "down":
+        if not all(lower.up for lower in self.below):
             return Miss.TIER_DOWN
+        if self.far is not None and unknown and self.far.tier.knows(namespace, unknown[0]) is None:
+            return Miss.DEADLINE
         evicted = any(block_id(rest[0], shard) in self._evicted for shard in range(shards))
         return Miss.EVICTED if evicted else Miss.ABSENT
 
     def _count(self, namespace: Namespace, asked: int, found: Found) -> None:
         stats = self.stats
+        if self.far is not None:
+            self.far.used.add(namespace.id)
         stats.lookups += 1
         stats.asked_blocks += asked
         stats.asked_tokens += asked * namespace.block_tokens

@@ -1,46 +1,55 @@
-"""Write-through: which blocks of host also go to disk, and their way there.
+"""Write-through: which blocks of host also go to a lower tier, and their way there.
 
-Owns the memory of what was seen before (for admission) and of what left host. Runs on the event loop; writes go through
-the mover and are bounded there. Imports ``tiers``, ``mover`` and ``stats``.
+Owns, for one lower tier, the memory of what was seen before (for admission) and of what is being written. Runs on the
+event loop; writes go through the tier's mover and are bounded there. Imports ``tiers``, ``below`` and ``stats``.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import groupby
 
-from terracekv.daemon.mover import Meter, Mover
+from terracekv.daemon.below import Lower
+from terracekv.daemon.distant import Distant
 from terracekv.daemon.stats import Stats
-from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot, slot_bytes_for
 from terracekv.tiers.tier import Outcome
 
-ASSUMED_BYTES_PER_S = 1e9
-"""Write rate of the disk until the first write is measured."""
+log = logging.getLogger(__name__)
+
+ADMISSIONS = ("all", "second_touch", "on_evict")
 SEEN = 1 << 18
 """Ids remembered for ``second_touch``: 8 bytes each."""
+SWEEP_FROM = 0.8
+"""``on_evict`` writes once this part of host is taken."""
+SWEEP_BLOCKS = 1024
+"""Blocks looked at in one sweep: those that would be evicted next."""
 
 
 class WriteThrough:
     """``admission``: ``all`` writes every committed block, ``second_touch`` those that are met again after they were
-    first stored (leased, or stored anew after an eviction)."""
+    first stored (leased, or stored anew after an eviction), ``on_evict`` those that are about to be evicted. A block
+    whose write was dropped or failed is tried again when it is next used."""
 
-    def __init__(
-        self, *, namespaces: Namespaces, host: HostTier, disk: DiskTier, mover: Mover, admission: str, stats: Stats
-    ) -> None:
-        assert admission in ("all", "second_touch")
+    def __init__(self, *, namespaces: Namespaces, host: HostTier, lower: Lower, stats: Stats) -> None:
+        assert lower.admission in ADMISSIONS
         self._namespaces = namespaces
         self._host = host
-        self._disk = disk
-        self._mover = mover
+        self.lower = lower
         self._stats = stats
-        self.admission = admission
+        self.admission = lower.admission
         self._seen = Ghosts(SEEN)
+        """What is to be written when it is met again: what ``second_touch`` saw once, and what could not be written."""
+        self._owing = False
+        """Whether any write was dropped or failed yet."""
         self._under_way: dict[asyncio.Future[Outcome], tuple[bytes, bytes]] = {}
         """Namespace id and block id of each write that has not ended."""
-        self.disk_write = Meter(ASSUMED_BYTES_PER_S)
+        self._too_large = set[bytes]()
+        """Namespaces of which a block is larger than the whole queue."""
 
     def committed(
         self, namespace: Namespace, ids: Sequence[bytes], durable: bool
@@ -51,10 +60,12 @@ class WriteThrough:
         """
         if durable or self.admission == "all":
             return self._write(namespace, ids)
+        if self.admission == "on_evict":
+            return [None] * len(ids)
         admitted = [id for id in ids if id in self._seen]
         for id in ids:
             self._seen.add(id)
-        self._stats.not_admitted += len(ids) - len(admitted)
+        self._count("not_admitted", len(ids) - len(admitted))
         writes = dict(zip(admitted, self._write(namespace, admitted), strict=True))
         return [writes.get(id) for id in ids]
 
@@ -62,32 +73,75 @@ class WriteThrough:
         """Writes of these blocks that have not ended."""
         return [write for write, (_, id) in self._under_way.items() if id in ids]
 
+    @property
+    def blocks_under_way(self) -> int:
+        """Blocks whose writes have not ended."""
+        return len(self._under_way)
+
     def under_way_in(self, namespace: Namespace) -> "list[asyncio.Future[Outcome]]":
         """Writes of a namespace, whatever its epoch, that have not ended."""
         return [write for write, (of, _) in self._under_way.items() if of == namespace.id]
 
     def touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
-        """Blocks of host were used again."""
-        if self.admission != "second_touch":
+        """Blocks of host were used again: what is due is written, also what was dropped while the tier was down."""
+        if not self.lower.writable or not (self._owing or self.admission == "second_touch"):
             return
         again = [id for id in ids if id in self._seen]
         for id in again:
             self._seen.discard(id)
-        self._write(namespace, [id for id in again if not self._disk.leading(namespace, [id])])
+        self._write(namespace, [id for id in again if not self.lower.has(namespace, id)])
 
-    def _write(self, namespace: Namespace, ids: Sequence[bytes]) -> "list[asyncio.Future[Outcome] | None]":
-        writes: list[asyncio.Future[Outcome] | None] = []
+    def sweep(self) -> int:
+        """Under ``on_evict``: write what is next to be evicted, as far as the queue has room; how many blocks.
+        Called every second or so."""
+        if self.admission != "on_evict" or not self.lower.writable:
+            return 0
+        status = self._host.status()
+        if status.used_bytes < SWEEP_FROM * status.capacity_bytes:
+            return 0
+        begun = 0
+        writing = {id for _, id in self._under_way.values()}
+        room = self.lower.mover.queue_bytes_max - self.lower.mover.queue_bytes
+        for stamp, group in groupby(self._host.next_out(SWEEP_BLOCKS), lambda entry: entry[0].stamp):
+            namespace, ids = _wanted(group, lambda ns, id: id not in writing and not self.lower.has(ns, id))
+            current = self._namespaces.get(namespace.id)
+            if current is None or current.stamp != stamp or not current.registered:
+                continue
+            count = room // slot_bytes_for(current.block_bytes)
+            begun += len(ids[:count])
+            room -= len(ids[:count]) * slot_bytes_for(current.block_bytes)
+            self._write(current, ids[:count], touch=False)
+        return begun
+
+    def _write(
+        self, namespace: Namespace, ids: Sequence[bytes], *, touch: bool = True
+    ) -> "list[asyncio.Future[Outcome] | None]":
         size = slot_bytes_for(namespace.block_bytes)
-        for id, slot in zip(ids, self._host.acquire(namespace, ids), strict=True):
-            if slot is None:
+        if ids and size > self.lower.mover.queue_bytes_max and namespace.id not in self._too_large:
+            self._too_large.add(namespace.id)
+            log.warning(
+                "no block of %s (namespace %s) is written to %s: one takes %d bytes, and %s is %d. Raise it",
+                namespace.model,
+                namespace.id.hex()[:16],
+                self.lower.name,
+                size,
+                "s3.queue" if isinstance(self.lower, Distant) else "daemon.queue",
+                self.lower.mover.queue_bytes_max,
+            )
+        if not self.lower.writable:
+            self._dropped(ids, size)
+            return [None] * len(ids)
+        writes: list[asyncio.Future[Outcome] | None] = []
+        for id, slot in zip(ids, self._host.acquire(namespace, ids, touch=touch), strict=True):
+            if slot is None or self._host.unverified(slot):
+                self._host.release([slot] if slot is not None else [])
                 writes.append(None)
                 continue
             payload = self._host.payload(slot, size)
-            write = self._mover.store(size, self._job(namespace, id, payload, self._host.checksum_of(slot)))
+            write = self.lower.mover.store(size, self._job(namespace, id, payload, self._host.checksum_of(slot)))
             if write is None:
                 self._host.release([slot])
-                self._stats.writes_dropped += 1
-                self._stats.writes_dropped_bytes += size
+                self._dropped([id], size)
             else:
                 self._under_way[write] = (namespace.id, id)
                 write.add_done_callback(partial(self._written, slot))
@@ -95,11 +149,13 @@ class WriteThrough:
         return writes
 
     def _job(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Callable[[], Outcome]:
+        lower = self.lower
+
         def write() -> Outcome:
             if not self._namespaces.is_current(namespace):
                 return Outcome.STALE
-            with self.disk_write as meter:
-                outcome = self._disk.put(namespace, id, payload, digest)
+            with lower.write as meter:
+                outcome = lower.tier.put(namespace, id, payload, digest)
                 if outcome is Outcome.STORED:
                     meter.moved(namespace.block_bytes)
             return outcome
@@ -108,10 +164,34 @@ class WriteThrough:
 
     def _written(self, slot: Slot, done: "asyncio.Future[Outcome]") -> None:
         self._host.release([slot])
-        del self._under_way[done]
+        _, id = self._under_way.pop(done)
         failed = done.cancelled() or done.exception() is not None
         outcome = Outcome.FAILED if failed else done.result()
+        if outcome in (Outcome.STORED, Outcome.PRESENT) and isinstance(self.lower, Distant):
+            self.lower.wrote(id)
         if outcome is Outcome.STORED:
-            self._stats.written += 1
+            self._count("written", 1)
         elif outcome in (Outcome.FAILED, Outcome.FULL):
-            self._stats.writes_failed += 1
+            self._count("writes_failed", 1)
+            self._owe([id])
+
+    def _dropped(self, ids: Sequence[bytes], size: int) -> None:
+        self._count("writes_dropped", len(ids))
+        self._count("writes_dropped_bytes", len(ids) * size)
+        self._owe(ids)
+
+    def _owe(self, ids: Iterable[bytes]) -> None:
+        self._owing = True
+        for id in ids:
+            self._seen.add(id)
+
+    def _count(self, field: str, count: int) -> None:
+        for counts in (self._stats, self.lower.flow):
+            setattr(counts, field, getattr(counts, field) + count)
+
+
+def _wanted(
+    entries: Iterable[tuple[Namespace, bytes]], wanted: Callable[[Namespace, bytes], bool]
+) -> tuple[Namespace, list[bytes]]:
+    listed = list(entries)
+    return listed[0][0], [id for namespace, id in listed if wanted(namespace, id)]

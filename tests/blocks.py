@@ -20,16 +20,30 @@ def name(index: int, shard: int = 0) -> bytes:
     return block_id(hashlib.sha256(b"block %d" % index).digest(), shard)
 
 
+_EXPONENTS = bytes(0x3C + value % 4 for value in range(256))
+
+
 def payload_of(id: bytes, salt: bytes = b"", size: int = BLOCK_BYTES) -> bytes:
-    return hashlib.shake_128(id + salt).digest(size)
+    """Noise for one half of all ids; for the other, 16-bit numbers of which only the lower bytes are noise, so that a
+    codec has something to do."""
+    noise = hashlib.shake_128(id + salt).digest(size)
+    return like_numbers(noise) if id[0] % 2 else noise
 
 
-def registered(namespaces: Namespaces, seed: int, block_bytes: int = BLOCK_BYTES) -> Namespace:
+def like_numbers(noise: bytes) -> bytes:
+    """Every second byte takes one of four values, as exponents do."""
+    made = bytearray(noise)
+    made[1::2] = noise[1::2].translate(_EXPONENTS)
+    return bytes(made)
+
+
+def registered(namespaces: Namespaces, seed: int, block_bytes: int = BLOCK_BYTES, dtype: str = "") -> Namespace:
     wanted = Namespace(
         id=bytes([seed]) * 32,
         number=0,
         epoch=0,
         model=f"model {seed}",
+        dtype=dtype,
         block_tokens=16,
         shards=1,
         block_bytes=block_bytes,
@@ -60,11 +74,11 @@ def verified(tier: Tier, namespace: Namespace, ids: Iterable[bytes]) -> int:
     return hits
 
 
-def in_threads(*works: Callable[[], None]) -> None:
+def in_threads(*works: Callable[[], object]) -> None:
     """Run all at once; the first error of any is raised here."""
     errors: list[BaseException] = []
 
-    def guarded(work: Callable[[], None]) -> None:
+    def guarded(work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as error:

@@ -35,12 +35,14 @@ class Disks:
         segment_bytes: int = SEGMENT,
         free_floor_bytes: int = 0,
         direct: str = "auto",
+        codec: str = "off",
     ) -> DiskTier:
         return DiskTier(
             self.path,
             capacity_bytes=capacity_bytes,
             segment_bytes=segment_bytes,
             direct=direct,
+            codec=codec,
             namespaces=self.namespaces,
             free_floor_bytes=free_floor_bytes,
         )

@@ -115,6 +115,7 @@ async def people(
             folder / "disk",
             capacity_bytes=disk_bytes or 64 * SEGMENT_BYTES + least_capacity_bytes(SEGMENT_BYTES),
             segment_bytes=SEGMENT_BYTES,
+            codec=config.disk.codec,
             namespaces=namespaces,
             free_floor_bytes=0,
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from terracekv.daemon.distant import Distant
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import Store
@@ -23,6 +24,7 @@ from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.s3_settings import S3Settings
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import PAGE, Outcome
 
@@ -71,14 +73,25 @@ class World:
             self.host.namespace = self.host.namespaces.register(many)
         self.disk = HeldDisk(folder / "disk", self.host) if options.get("disk", True) else None
         self.mover = Mover(threads=options.get("threads", 3), queue_bytes=options.get("queue_bytes", 1 << 20))
+        self.far = self._open_far(options["s3"], options) if "s3" in options else None
         self.store = Store(
             namespaces=self.host.namespaces,
             host=self.host,
             disk=self.disk,
             mover=self.mover,
             admission=options.get("admission", "all"),
+            far=self.far,
         )
         self.sessions = Sessions(self.store)
+
+    def _open_far(self, settings: S3Settings, options: dict[str, Any]) -> Distant:
+        """The bucket below all else; tests that have none need none of its libraries."""
+        from terracekv.tiers.s3 import S3Tier
+
+        tier = S3Tier(settings, namespaces=self.host.namespaces)
+        mover = Mover(threads=settings.workers + 1, queue_bytes=options.get("s3_queue_bytes", 1 << 20))
+        rate = options.get("prefill_tokens_per_s", 0.0)
+        return Distant(tier, mover, admission=options.get("s3_admission", "all"), prefill_tokens_per_s=rate)
 
     @property
     def namespace(self) -> Namespace:
@@ -125,7 +138,7 @@ class World:
 
     async def idle(self) -> None:
         """Wait until nothing is under way."""
-        while self.store.promoter.coming or self.mover.queue_bytes:
+        while self.store.promoter.coming or self.mover.queue_bytes or (self.far and not self.far.idle):
             await asyncio.sleep(0.001)
         await self.mover.load(lambda: None)
         for _ in range(5):
@@ -143,6 +156,10 @@ class World:
             self.disk.reading.set()
             self.disk.writing.set()
             self.disk.held.clear()
+        if self.far is not None:
+            self.far.tier.close()
+            self.far.close()
+            self.far.mover.close()
         self.mover.close()
         if self.disk is not None:
             self.disk.close()

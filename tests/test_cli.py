@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from terracekv.daemon.cli_text import last_error
 from terracekv.daemon.config import describe, load_config
 from terracekv.daemon.http_client import Answered, Door, NotRunning, Silent
 
@@ -31,7 +32,14 @@ STATUS: dict[str, Any] = {
     "not_ready": ["rebuilding the catalog"],
     "tiers": {
         "host": TIER | {"counters": COUNTERS, "last_error": None},
-        "disk": TIER | {"mode": "direct", "counters": COUNTERS, "last_error": "[Errno 5] Input/output error"},
+        "disk": TIER
+        | {
+            "mode": "direct",
+            "counters": COUNTERS,
+            "last_error": "[Errno 5] Input/output error",
+            "last_error_age_s": 3.0,
+        }
+        | {"in_flight_bytes": 0, "in_flight_bytes_max": 16 * MIB, "flow": {"writes_dropped": 12, "writes_failed": 3}},
     },
     "queue": {"bytes": 0, "bytes_max": 16 * MIB},
     "lookups": {
@@ -129,10 +137,39 @@ def test_status_is_a_table_that_a_person_can_read(server: Server, shm_dir: Path)
     assert "10 lookups found 900 of 1,000 blocks (90.0%): host 700, disk 200" in lines
     (host,) = [line for line in lines if line.startswith("host tmpfs")]
     assert host.startswith("host tmpfs 16MiB ██░░░░░░░░") and host.endswith("64MiB 4,321 7 1,200 34 5")
-    assert "disk: last error: [Errno 5] Input/output error" in lines
-    assert "write-through queue: 0B of 16MiB, 12 blocks dropped, 3 failed" in lines
+    assert "disk: last error, 3 s ago: [Errno 5] Input/output error" in lines
+    assert "write-through to disk: 0B of 16MiB queued, 12 blocks dropped, 3 failed" in lines
     assert "tiny-llama main abababababab 256 2MiB bfloat16 2 3" in lines
     assert "vllm-7 4711 1 h 2 min tiny-llama all 7 1 0" in lines
+
+
+def test_status_shows_each_lower_tiers_queue_and_losses_apart(server: Server, shm_dir: Path) -> None:
+    s3 = TIER | {"mode": "up", "counters": COUNTERS, "last_error": "put_object: 500", "last_error_age_s": 7300.0}
+    s3 |= {"in_flight_bytes": MIB, "in_flight_bytes_max": 8 * MIB, "flow": {"writes_dropped": 900, "writes_failed": 7}}
+    server.answers["GET /v1/status"] = (200, STATUS | {"tiers": STATUS["tiers"] | {"s3": s3}})
+    lines = terracekv("status", at=shm_dir).stdout.splitlines()
+    assert "write-through to disk: 0B of 16MiB queued, 12 blocks dropped, 3 failed" in lines
+    assert "write-through to s3: 1MiB of 8MiB queued, 900 blocks dropped, 7 failed" in lines
+    assert "s3: last error, 2 h 1 min ago: put_object: 500" in lines
+
+
+@pytest.mark.parametrize(("seconds", "news"), [(None, True), (5.0, True), (600.0, False)])
+def test_an_error_that_is_over_for_a_while_is_no_news(seconds: float | None, news: bool) -> None:
+    assert last_error("s3", {"last_error": "x", "last_error_age_s": seconds})[1] is news
+
+
+@pytest.mark.fault(56)
+def test_health_asks_the_probes_routes_and_says_nothing_while_all_is_well(server: Server, shm_dir: Path) -> None:
+    server.answers["GET /healthz"] = (200, {"alive": True})
+    for arguments, route in ((("health",), "/healthz"), (("health", "--ready"), "/readyz")):
+        done = terracekv(*arguments, at=shm_dir)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        if route != "/healthz":  # asked by other commands too, and so not noted by the server of these tests
+            assert server.asked[-1] == (f"GET {route}", None)
+    server.answers["GET /readyz"] = (503, {"ready": False, "reasons": ["self-test: is running"]})
+    done = terracekv("health", "--ready", at=shm_dir)
+    assert done.returncode == 1 and "self-test: is running" in done.stderr
+    assert terracekv("health", at=shm_dir).returncode == 0
 
 
 @pytest.mark.fault(108)
@@ -229,7 +266,8 @@ def test_an_error_of_the_daemon_is_one_line_and_its_hint(server: Server, shm_dir
 
 
 @pytest.mark.parametrize(
-    "arguments", [("status",), ("lookup", "-", "-n", "m"), ("flush", "-n", "m"), ("status", "--wait", "0.1")]
+    "arguments",
+    [("status",), ("health",), ("lookup", "-", "-n", "m"), ("flush", "-n", "m"), ("status", "--wait", "0.1")],
 )
 def test_without_a_daemon_one_line_says_so_and_how_to_start_one(shm_dir: Path, arguments: tuple[str, ...]) -> None:
     done = terracekv(*arguments, at=shm_dir, stdin="[1]")
@@ -277,7 +315,9 @@ def test_config_prints_every_setting_with_its_source(shm_dir: Path) -> None:
 def test_version_and_help_need_nothing(shm_dir: Path) -> None:
     assert terracekv("--version", at=shm_dir).stdout.startswith("terracekv ")
     page = terracekv("--help", at=shm_dir).stdout
-    assert all(verb in page for verb in ("serve", "status", "lookup", "flush", "pin", "unpin", "doctor", "config"))
+    assert all(
+        verb in page for verb in ("serve", "status", "health", "lookup", "flush", "pin", "unpin", "doctor", "config")
+    )
     assert "..." not in page.partition("Commands:")[2], "a summary that is cut says less than a short one"
 
 
@@ -288,7 +328,7 @@ def test_doctor_on_a_machine_without_a_daemon_finds_nothing_wrong_and_says_what_
     for part in (
         "Python",
         "lmdb",
-        "gpu and s3 tiers are not in this version",
+        "the gpu tier is not in this version",
         "tmpfs",
         "MemAvailable",
         "none runs here",

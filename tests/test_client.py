@@ -48,10 +48,10 @@ def test_the_surface_of_the_client_is_this_and_grows_only_on_purpose() -> None:
     assert public == {"joined", "namespace_id", "block_bytes", "keys", "lookup", "load", "store", "close"}
     assert list(inspect.signature(Client).parameters) == [
         "socket", "model", "revision", "dtype", "block_tokens", "layout", "shards", "shard", "credential", "engine",
-        "strict", "lookup_budget_ms", "load_deadline_ms", "store_deadline_ms",
+        "strict", "lookup_budget_ms", "load_deadline_ms", "store_deadline_ms", "attach",
     ]  # fmt: skip
-    assert list(inspect.signature(Client.load).parameters) == ["self", "keys", "scatter"]
-    assert list(inspect.signature(Client.store).parameters) == ["self", "keys", "gather", "durable"]
+    assert list(inspect.signature(Client.load).parameters) == ["self", "keys", "scatter", "settle"]
+    assert list(inspect.signature(Client.store).parameters) == ["self", "keys", "gather", "durable", "settle", "first"]
 
 
 def test_what_was_stored_comes_back(daemon: Daemon) -> None:
@@ -67,6 +67,16 @@ def test_what_was_stored_comes_back(daemon: Daemon) -> None:
         assert client.get([*keys[:5], *client.chain(2, 3)]) == Loaded(5, "absent")
         assert client.get([]) == Loaded(0, None) and client.put([]) == Stored() and client.lookup([]).blocks == 0
         assert client.troubles == 0
+
+
+def test_a_tail_is_stored_only_behind_its_head(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        keys = client.chain(98, 6)
+        assert client.store(keys, lambda index, payload: pytest.fail(), first=3) == Stored(why="head_absent")
+        assert client.put(keys[:3]).stored == 3
+        written: list[int] = []
+        assert client.store(keys, lambda index, payload: written.append(index), first=3) == Stored(3, 3)
+        assert written == [3, 4, 5] and client.lookup(keys).blocks == 6
 
 
 @pytest.mark.fault(13)

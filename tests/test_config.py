@@ -332,3 +332,14 @@ def test_the_documented_file_is_the_default() -> None:
     assert set(flags) == set(describe(load()))
     given = load_config(None, flags, HOME)
     assert msgspec.structs.replace(given, sources={}) == msgspec.structs.replace(load(), sources={})
+
+
+@pytest.mark.parametrize("enabled", ["true", "false"])
+@pytest.mark.parametrize("login", ["user:pass%40word@", "user:pass@word@", "password@"])
+def test_an_endpoint_with_a_password_is_refused_without_repeating_it(enabled: str, login: str) -> None:
+    """What is in force is printed at the start, by the command line and in the status."""
+    flags = {"s3.enabled": enabled, "s3.bucket": "blocks", "s3.endpoint": f"https://{login}localhost:8333/x"}
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, flags, {})
+    assert "s3.credentials_file" in caught.value.hint and "localhost:8333" in caught.value.message
+    assert "pass" not in caught.value.message.replace("or password in it", "")

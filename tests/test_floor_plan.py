@@ -1,6 +1,7 @@
 """The floor plan: who may import whom, how large a thing may grow. Kept as data, so that a change is a visible diff."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -25,10 +26,14 @@ LIBRARIES = {
         "daemon/http_queries.py",
         "daemon/http_routes.py",
     },
+    "boto3": {"tiers/bucket.py"},
+    "botocore": {"tiers/bucket.py"},
+    "cupy": {"kernels/cuda.py"},
     "lmdb": {"tiers/catalog.py"},
     "msgspec": {
         "connector/connection.py",
         "daemon/config.py",
+        "daemon/config_s3.py",
         "daemon/doctor_trial.py",
         "daemon/engine_door.py",
         "daemon/http_messages.py",
@@ -36,18 +41,36 @@ LIBRARIES = {
         "daemon/http_routes.py",
         "daemon/protocol.py",
     },
-    "numpy": {"kernels/host.py"},
-    "prometheus_client": {"daemon/metrics.py"},
+    "numpy": {"kernels/host.py", "kernels/planes.py"},
+    "prometheus_client": {"connector/vllm_metrics.py", "daemon/metrics.py"},
+    "pynvml": {"tiers/nvml.py"},
     "rich": {"daemon/cli.py"},
     "torch": {"connector/transformers.py"},
     "transformers": {"connector/transformers.py"},
     "typer": {"daemon/cli.py"},
     "uvloop": {"daemon/__main__.py"},
+    "vllm": {"connector/vllm.py", "connector/vllm_metrics.py", "connector/vllm_tier.py"},
     "xxhash": {"tiers/checksum.py"},
+    "zstandard": {"tiers/codec.py"},
 }
 """The modules that may import a library. What is not named here may be imported nowhere."""
-BROAD_EXCEPT = {"daemon/__main__.py": 1, "daemon/engine_door.py": 3, "daemon/http_door.py": 1, "daemon/mover.py": 1}
-"""How often a module may catch ``Exception``: once for the outermost frame of each kind of task that it runs."""
+IMPORTED_AS = {"cupy_cuda12x": "cupy", "cupy_cuda13x": "cupy", "nvidia_ml_py": "pynvml"}
+ENGINES = {"vllm"}
+"""What loads a connector, and so need not be installed by us."""
+BROAD_EXCEPT = {
+    "connector/vllm_guard.py": 1,
+    "connector/vllm_lookups.py": 1,
+    "connector/vllm_tier.py": 1,
+    "connector/vllm_worker.py": 1,
+    "daemon/__main__.py": 1,
+    "daemon/engine_door.py": 4,
+    "daemon/http_door.py": 1,
+    "daemon/mover.py": 1,
+    "tiers/s3.py": 1,
+    "tiers/s3_errors.py": 1,
+}
+"""How often a module may catch ``Exception``: once for the outermost frame of each kind of task that it runs, and once
+where what a foreign server answers is read."""
 READS_ENVIRONMENT = {"daemon/config.py"}
 ONLY_NAMES = {"tiers/errors.py"}
 """Modules in which nothing is called, so their docstrings need not say by whom."""
@@ -65,6 +88,7 @@ TEXT = {
     ".html",
     ".css",
     ".js",
+    ".cpp",
     ".cu",
     ".h",
     ".json",
@@ -80,14 +104,20 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
 
 
 def imports(path: Path) -> set[str]:
     """All that the module imports, wherever in it the import stands."""
     found = set[str]()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         match node:
             case ast.Import(names=names):
                 found |= {alias.name for alias in names}
@@ -125,8 +155,10 @@ def test_a_library_has_one_module(path: Path) -> None:
 
 def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {*project["dependencies"], *project["optional-dependencies"]["transformers"]}
-    assert {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted} == set(LIBRARIES)
+    extras = project["optional-dependencies"]
+    wanted = {*project["dependencies"], *extras["transformers"], *extras["s3"], *extras["gpu"], *extras["gpu-cuda12"]}
+    names = {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted}
+    assert {IMPORTED_AS.get(name, name) for name in names} == set(LIBRARIES) - ENGINES
 
 
 def test_all_that_is_depended_on_is_pinned_and_explained() -> None:
@@ -148,7 +180,7 @@ def test_module_fits_in_the_head(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name)
 def test_function_fits_on_a_screen(path: Path) -> None:
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
@@ -181,7 +213,7 @@ def test_package_is_a_docstring_and_nothing_else(room: str) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_only_an_outermost_frame_catches_everything(path: Path) -> None:
     broad = 0
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.ExceptHandler):
             if isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None:
                 continue  # tidies up and lets the error go on
@@ -201,7 +233,7 @@ def test_settings_are_read_in_one_place(path: Path) -> None:
 @pytest.mark.fault(19)
 @pytest.mark.parametrize("path", SHIPPED, ids=name)
 def test_no_key_comes_from_the_seeded_builtin_hash(path: Path) -> None:
-    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call) and ast.unparse(n.func) in ("hash", "id")]
+    calls = [n for n in nodes(path) if isinstance(n, ast.Call) and ast.unparse(n.func) in ("hash", "id")]
     assert not [ast.unparse(call) for call in calls if ast.unparse(call.func) == "hash"]
 
 
@@ -248,6 +280,10 @@ def test_daemon_loads_no_torch() -> None:
     names = [name(p)[:-3].replace("/", ".") for p in SHIPPED if p.parent.name in ("daemon", "tiers", "kernels")]
     code = "import importlib\n" + "\n".join(f"importlib.import_module('terracekv.{n}')" for n in names)
     assert not {"torch", "transformers", "cupy", "triton", "cuda"} & loaded_by(code)
+
+
+def test_a_daemon_of_memory_and_disk_loads_no_codec_and_no_bucket() -> None:
+    assert not {"boto3", "botocore", "numpy", "zstandard"} & loaded_by("import terracekv.daemon.__main__")
 
 
 def test_command_line_is_light() -> None:

@@ -1,11 +1,13 @@
 """The host tier: what is evicted and what never is, and leases that outlive the block."""
 
 import random
+import struct
 import sys
 import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +68,29 @@ def test_a_slot_is_committed_once(shm_dir: Path) -> None:
         host.commit(host.namespace, [(CHAIN[0], slot, 0)])
         with pytest.raises(AssertionError, match="not being written"):
             host.commit(host.namespace, [(CHAIN[1], slot, 0)])
+
+
+@pytest.mark.parametrize("bad", [0, 1, 3])
+def test_a_commit_that_fails_midway_leaves_no_slot_reserved(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, bad: int
+) -> None:
+    with host_in(shm_dir) as host:
+        ids = [name(index) for index in range(SLOTS)]
+        slots = [slot for slot in host.reserve(host.namespace, ids, 1) if isinstance(slot, Slot)]
+        seal = host.table.seal
+
+        def seal_or_fail(slot: Slot, id: bytes, *rest: Any) -> None:
+            if id == ids[bad]:
+                raise struct.error("does not fit")
+            seal(slot, id, *rest)
+
+        monkeypatch.setattr(host.table, "seal", seal_or_fail)
+        with pytest.raises(struct.error):
+            host.commit(host.namespace, [(id, slot, 0) for id, slot in zip(ids, slots, strict=True)])
+        assert host.detail("reserved_blocks") == 0
+        assert host.status().used_bytes == host.status().blocks * PAGE, "what was sealed before it is kept"
+        monkeypatch.undo()
+        assert host.put_chain(host.namespace, ids[: bad + 1])[-1] is Outcome.STORED
 
 
 def test_the_tail_is_evicted_before_the_head(shm_dir: Path) -> None:

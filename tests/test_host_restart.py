@@ -7,7 +7,7 @@ import pytest
 
 from terracekv.tests.blocks import name, put, verified
 from terracekv.tests.hosts import BLOCK, SLOTS, Host, host_in, lock_byte, writer_process
-from terracekv.tiers.host import DAEMON
+from terracekv.tiers.slot_tier import DAEMON
 from terracekv.tiers.slots import RECORD_BYTES, Slot, State
 from terracekv.tiers.tier import PAGE, Outcome
 

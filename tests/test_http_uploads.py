@@ -25,8 +25,8 @@ from terracekv.tests.people import (
 )
 from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
-from terracekv.tiers.host import DAEMON
 from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.slot_tier import DAEMON
 
 BOTH = ("uvloop", "asyncio")
 (KEY, OTHER, THIRD) = keys_of(3)

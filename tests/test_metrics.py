@@ -6,7 +6,7 @@ import pytest
 
 from terracekv.daemon import metrics
 from terracekv.daemon.stats import Stats
-from terracekv.tests.people import BLOCK_BYTES, MODEL, People, keys_of, served, url
+from terracekv.tests.people import BLOCK_BYTES, MODEL, People, fetch, keys_of, served, url
 from terracekv.tiers.block import block_id
 from terracekv.tiers.tier import Miss
 
@@ -85,6 +85,36 @@ async def test_what_tiers_hold_and_did_is_in_their_series(people: People) -> Non
     assert series["terracekv_written_blocks_total"] == 3
     assert series['terracekv_tier_bandwidth_measured{direction="read",tier="disk"}'] == 0
     assert series["terracekv_namespaces"] == 1
+
+
+@served(disk_codec="on")
+async def test_what_the_codec_does_is_in_the_series_and_in_the_status(people: People) -> None:
+    codec = {
+        'tier_codec_ratio{tier="disk"}',
+        'tier_coded_blocks_total{tier="disk"}',
+        'tier_raw_blocks_total{tier="disk"}',
+        'tier_codec_chosen_namespaces{tier="disk"}',
+        'tier_codec_bytes_per_second{direction="encode",tier="disk"}',
+        'tier_codec_bytes_per_second{direction="decode",tier="disk"}',
+    }
+    before = await scrape(people)
+    assert {before[f"terracekv_{name}"] for name in codec} == {0}
+    namespace = people.register()
+    kept, shrunk = (next(key for key in keys_of(99) if key[0] % 2 == parity) for parity in (0, 1))
+    await people.put(namespace, kept, shrunk, durable="1")
+    people.store.host.delete(namespace, [block_id(shrunk, 0)])
+    assert (await fetch(people, url(namespace, shrunk)))[0] == 200
+    series = await scrape(people)
+    assert series['terracekv_tier_coded_blocks_total{tier="disk"}'] == 1
+    assert series['terracekv_tier_raw_blocks_total{tier="disk"}'] == 1
+    assert series['terracekv_tier_codec_chosen_namespaces{tier="disk"}'] == 1
+    assert series['terracekv_tier_codec_ratio{tier="disk"}'] > 1
+    assert all(series[f"terracekv_{name}"] > 0 for name in codec)
+    _, document = await people.ask("GET", "/v1/status")
+    details = document["tiers"]["disk"]["details"]
+    assert (details["codec"], details["coded_blocks"], details["codec_chosen_namespaces"]) == ("on", 1, 1)
+    assert details["codec_encode_bytes_per_s"] > 0 < details["codec_decode_bytes_per_s"]
+    assert "codec" not in document["tiers"]["host"]["details"]
 
 
 @served()

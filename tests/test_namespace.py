@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from terracekv.tiers.errors import Damaged
-from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.errors import BadRequest, Damaged
+from terracekv.tiers.namespace import EPOCH_MAX, Namespace, Namespaces
 
 A, B = b"a" * 32, b"b" * 32
 
@@ -51,6 +51,27 @@ def test_a_flush_of_one_namespace_leaves_the_others(path: Path) -> None:
     other = namespaces.register(wanted(B))
     namespaces.raise_epoch(A)
     assert namespaces.get(B) == other
+
+
+def test_the_last_epoch_cannot_be_raised_and_says_so(path: Path) -> None:
+    """One more would not fit the records, and its stamp would be that of the next namespace."""
+    namespaces = Namespaces(path)
+    one = namespaces.register(wanted(A))
+    namespaces.adopt(one.id, EPOCH_MAX - 1)
+    assert namespaces.raise_epoch(one.id).epoch == EPOCH_MAX
+    with pytest.raises(BadRequest, match=one.id.hex()[:12]):
+        namespaces.raise_epoch(one.id)
+    assert Namespaces(path).get(one.id) == namespaces.get(one.id)
+
+
+@pytest.mark.parametrize("epoch", [-1, EPOCH_MAX + 1, 1.5, True, "1", None])
+def test_a_file_with_an_epoch_that_cannot_be_is_refused(path: Path, epoch: object) -> None:
+    one = Namespaces(path).register(wanted(A))
+    content = json.loads(path.read_bytes())
+    content["namespaces"][0]["epoch"] = epoch
+    path.write_text(json.dumps(content))
+    with pytest.raises(Damaged, match=one.id.hex()[:12]):
+        Namespaces(path)
 
 
 def test_stamps_of_two_namespaces_differ_whatever_their_epochs(path: Path) -> None:

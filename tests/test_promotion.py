@@ -34,6 +34,31 @@ def test_many_who_wait_for_a_block_cause_one_read_and_all_get_it(worlds: Worlds)
     worlds.run(story)
 
 
+@pytest.mark.parametrize("order", [(2,), (3, 2), (1, 3)])
+def test_prompts_that_meet_in_the_middle_read_each_block_once(worlds: Worlds, order: tuple[int, ...]) -> None:
+    """Some of a run are on their way up already, not only its first."""
+
+    async def story(w: World) -> None:
+        await w.only_on_disk(1, 2, 3, 4)
+        assert w.disk
+        w.disk.reading.clear()
+        early = [Arrivals() for _ in order]
+        for index, arrivals in zip(order, early, strict=True):
+            w.store.acquire(w.namespace, ids_of(index), arrivals)
+        late = Arrivals()
+        slots, pending = w.store.acquire(w.namespace, ids_of(1, 2, 3, 4), late)
+        assert slots == [None] * 4 and pending == [0, 1, 2, 3]
+        w.disk.reading.set()
+        await w.idle()
+        assert sorted(w.disk.reads) == sorted(ids_of(1, 2, 3, 4)) and w.store.stats.promoted == 4
+        assert all(w.right(late.came[index], ids_of(index + 1)[0]) for index in range(4))
+        for arrivals in (*early, late):
+            w.host.release(arrivals.slots)
+        assert w.host.detail("leased_blocks") == 0
+
+    worlds.run(story)
+
+
 def test_a_promoted_block_cannot_be_evicted_before_all_who_wait_have_had_their_turn(worlds: Worlds) -> None:
     async def story(w: World) -> None:
         await w.only_on_disk(1)

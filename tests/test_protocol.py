@@ -77,6 +77,8 @@ def test_the_probe_is_this_very_key() -> None:
 
 def test_the_digest_of_a_layout_is_the_same_in_every_release() -> None:
     assert GOOD.digest().hex() == "df58feba1722a2584dce5b44b7a256a1387f985c732881ac75494b0df08357d0"
+    assert GOOD.digest(shards=1) == GOOD.digest() != GOOD.digest(shards=2) != GOOD.digest(shards=4)
+    assert GOOD.digest(shards=2).hex() == "dcb4bbc53d9c21b1d2f2c21babb5509660e77c53f78d712a562e6295066f7463"
 
 
 keys = st.binary(max_size=200)

@@ -84,6 +84,7 @@ async def test_what_is_on_its_way_between_tiers_is_shown(people: People) -> None
         failpoint.disarm()
     assert reading["tiers"]["host"]["in_flight_blocks"] == 2
     assert writing["tiers"]["host"]["in_flight_blocks"] == 0
+    assert (reading["tiers"]["disk"]["in_flight_blocks"], writing["tiers"]["disk"]["in_flight_blocks"]) == (0, 1)
     assert writing["tiers"]["disk"]["in_flight_bytes"] == writing["queue"]["bytes"] == 20_480
 
 

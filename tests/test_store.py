@@ -83,7 +83,7 @@ def test_a_flush_is_a_miss_everywhere_at_once_and_after_a_restart(worlds: Worlds
         await w.put(1, 2, durable=True)
         await w.put(3)
         await w.idle()
-        counts = await w.store.flush(w.namespace)
+        counts = (await w.store.flush(w.namespace)).dropped
         assert counts == {"host": 3, "disk": 3}
         assert w.store.lookup(w.namespace, [key(1)]).blocks == 0
         await w.put(3, durable=True)
@@ -100,9 +100,9 @@ def test_a_flush_is_a_miss_everywhere_at_once_and_after_a_restart(worlds: Worlds
 def test_one_tier_alone_can_be_flushed_and_says_what_it_had(worlds: Worlds) -> None:
     async def story(w: World) -> None:
         await w.put(1, 2, durable=True)
-        assert await w.store.flush(w.namespace, "host") == {"host": 2}
+        assert (await w.store.flush(w.namespace, "host")).dropped == {"host": 2}
         assert w.store.lookup(w.namespace, [key(1)]).per_tier == {"host": 0, "disk": 1}
-        assert await w.store.flush(w.namespace, "disk") == {"disk": 2}
+        assert (await w.store.flush(w.namespace, "disk")).dropped == {"disk": 2}
         assert w.store.lookup(w.namespace, [key(1)]).blocks == 0 and w.namespace.epoch == 0
         with pytest.raises(BadRequest, match="no tier 's3'"):
             await w.store.flush(w.namespace, "s3")

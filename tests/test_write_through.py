@@ -143,3 +143,14 @@ def test_a_write_that_a_flush_overtook_does_not_reach_the_disk(worlds: Worlds) -
         assert w.host.status().used_bytes == 0 and w.store.stats.writes_failed == 0
 
     worlds.run(story)
+
+
+def test_a_queue_that_is_smaller_than_a_block_is_said_once(worlds: Worlds, caplog: pytest.LogCaptureFixture) -> None:
+    async def story(w: World) -> None:
+        await w.put(1)
+        await w.put(2, 3)
+        assert w.store.stats.writes_dropped == 3
+
+    worlds.run(story, queue_bytes=SLOT - 1)
+    (said,) = [record.getMessage() for record in caplog.records if "is written to" in record.getMessage()]
+    assert f"one takes {SLOT} bytes, and daemon.queue is {SLOT - 1}" in said

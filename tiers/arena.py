@@ -1,34 +1,43 @@
 """The arena: one file on tmpfs that daemon and engines map, and through which every block's bytes pass.
 
 Owns ``arena`` and ``owner.lock`` in the runtime folder. Made by the daemon before anything else; ``prepare`` runs in
-a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget`` and ``errors``.
+a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget``, ``errors``, ``folder`` and
+``numa``.
 
 Room for the whole arena is checked before start. Slabs (equal parts of it) are allocated with ``posix_fallocate``
 before anybody may write to them, so a shortage is an error with numbers and never a SIGBUS.
 """
 
-import fcntl
 import mmap
 import os
 import threading
 from pathlib import Path
 
-from terracekv.kernels.pages import populate
+from terracekv.kernels.pages import address_of, populate
 from terracekv.tiers.budget import filesystem_type
-from terracekv.tiers.errors import InUse, NoRoom
+from terracekv.tiers.errors import NoRoom
+from terracekv.tiers.folder import claim
+from terracekv.tiers.numa import prefer
 
 PREPARE_BYTES = 32 << 20
 
 
 class Arena:
     """``view`` is the whole arena, writable. ``adopted`` tells whether the file of an earlier daemon was taken over;
-    without ``adopt`` it never is, for what described its bytes is lost.
+    without ``adopt`` it never is, for what described its bytes is lost. Pages come from ``numa_node`` while it has any.
 
     Raises InUse when another live daemon owns the folder, NoRoom when the file system cannot hold ``size_bytes``.
     """
 
     def __init__(
-        self, folder: Path, *, size_bytes: int, slab_bytes: int, prefault: bool = True, adopt: bool = True
+        self,
+        folder: Path,
+        *,
+        size_bytes: int,
+        slab_bytes: int,
+        prefault: bool = True,
+        adopt: bool = True,
+        numa_node: int | None = None,
     ) -> None:
         assert size_bytes % slab_bytes == 0 and slab_bytes % mmap.PAGESIZE == 0
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,7 +51,8 @@ class Arena:
         """Slabs, from the first on, that may be written to. Only grows."""
         self.last_error: str | None = None
         self._stopping = threading.Event()
-        self._lock_fd = _own(folder / "owner.lock")
+        lock_fd = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock_fd = claim(lock_fd, folder, "daemon.runtime_dir")
         try:
             self.adopted = self._open(adopt)
             self._map = mmap.mmap(self._fd, size_bytes)
@@ -50,6 +60,11 @@ class Arena:
             os.close(self._lock_fd)
             raise
         self.view = memoryview(self._map)
+        self.placement = "anywhere"
+        """The memory that pages are taken from: a node, or anywhere, with the reason when one was asked for."""
+        if numa_node is not None:
+            refused = prefer(address_of(self.view), size_bytes, numa_node)
+            self.placement = f"node {numa_node}" if refused is None else f"anywhere: {refused}"
         self._prepared = 0
         if self.adopted and os.fstat(self._fd).st_blocks * 512 >= size_bytes:
             self.slabs_ready = self.slabs  # an earlier daemon allocated all of it
@@ -129,17 +144,3 @@ class Arena:
             self._map.close()
         except BufferError:
             pass  # a view handed out is still alive somewhere: the mapping goes with the last one
-
-
-def _own(path: Path) -> int:
-    """Hold the folder for the life of the process: the kernel lets go when it dies, however it dies."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise InUse(
-            f"{path.parent} belongs to a daemon that is running",
-            "stop that daemon, or give this one another daemon.runtime_dir",
-        ) from None
-    return fd

@@ -1,8 +1,9 @@
 """The disk tier: a log of segments, with the catalog as its index.
 
 Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file. Called by the daemon's worker threads;
-``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``checksum``, ``entry``, ``errors``,
-``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and ``upkeep``.
+``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``coder``, ``disk_record``, ``entry``,
+``errors``, ``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and
+``upkeep``.
 
 A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
 there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
@@ -14,13 +15,13 @@ were hit since being appended anew; so bytes on disk stay below the capacity by 
 
 import errno
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from terracekv.tiers import upkeep
 from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog
-from terracekv.tiers.checksum import checksum as checksum_of
+from terracekv.tiers.coder import Stored
+from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
@@ -28,7 +29,7 @@ from terracekv.tiers.folder import NAMES, OwnedFolder
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.rolling import Roller
-from terracekv.tiers.segment import Record, SegmentFiles, pages_of
+from terracekv.tiers.segment import SegmentFiles, pages_of
 from terracekv.tiers.shelf import OVERHEAD_BYTES, SEGMENTS_MIN, Segment, Shelf
 from terracekv.tiers.tier import PAGE, Outcome, TierStatus
 
@@ -59,10 +60,11 @@ class DiskTier:
         capacity_bytes: int,
         segment_bytes: int = 256 << 20,
         direct: str = "auto",
+        codec: str = "off",
         namespaces: Namespaces,
         free_floor_bytes: int = FREE_FLOOR_BYTES,
     ) -> None:
-        """Open a folder, or create it. ``namespaces`` is the daemon's.
+        """Open a folder, or create it. ``namespaces`` is the daemon's; ``codec`` as in ``Chooser``.
 
         Returns without reading segments. When the catalog could not be trusted ``rebuilding`` is true, and
         ``rebuild`` should be called in a worker thread; the tier serves meanwhile.
@@ -81,16 +83,17 @@ class DiskTier:
         self._closed = False
         self._owned = OwnedFolder(folder)
         try:
-            self._open(segment_bytes, direct, free_floor_bytes)
+            self._open(segment_bytes, direct, codec, free_floor_bytes)
         except BaseException:
             self._owned.release()
             raise
 
-    def _open(self, segment_bytes: int, direct: str, free_floor_bytes: int) -> None:
+    def _open(self, segment_bytes: int, direct: str, codec: str, free_floor_bytes: int) -> None:
         files = SegmentFiles(self.folder / "segments", direct)
         self._catalog, whole = self._open_catalog(segment_bytes)
         try:
             self._files = files
+            self._records = DiskRecords(files, codec)
             self._shelf = Shelf(
                 files,
                 segment_bytes=segment_bytes,
@@ -169,7 +172,8 @@ class DiskTier:
         try:
             if self._listed(namespace.stamp, id):
                 return Outcome.PRESENT
-            return self._append(namespace, id, payload, checksum)
+            with self._records.stored(namespace, payload) as stored:
+                return self._append(namespace, id, stored, checksum)
         except (OSError, TierDown) as error:
             self._failed(error)
             return Outcome.FAILED
@@ -227,6 +231,7 @@ class DiskTier:
             blocks=blocks,
             counters=self._ledger.counters(),
             last_error=self._ledger.last_error,
+            last_error_at=self._ledger.last_error_at,
             details={
                 **self._shelf.counts(),
                 "segment_bytes": self._shelf.segment_bytes,
@@ -235,6 +240,7 @@ class DiskTier:
                 "rebuilding": int(self.rebuilding),
                 "rebuilt_segments": self._rebuild.segments_done,
                 "rebuilt_blocks": self._rebuild.blocks,
+                **self._records.report(),
             },
         )
 
@@ -249,6 +255,7 @@ class DiskTier:
         Reads a header per block.
         """
         self._shelf.check()
+        self._records.check()
         assert SMALL_BYTES + self._shelf.cost + self._catalog.map_bytes <= self.capacity_bytes
         if not self.rebuilding:
             upkeep.check_entries(self._catalog, self._shelf)
@@ -284,25 +291,20 @@ class DiskTier:
         self._catalog.forget([(id, entry.segment, entry.page)])
         return False
 
-    def _append(self, namespace: Namespace, id: bytes, payload: memoryview, checksum: int) -> Outcome:
-        size = namespace.block_bytes
-        pages = 1 + pages_of(size)
+    def _append(self, namespace: Namespace, id: bytes, stored: Stored, checksum: int) -> Outcome:
+        pages = 1 + pages_of(stored.size)
         room = self._roller.room(pages)
         if room is None:
             return Outcome.FULL
         segment, page = room
         used = False
         try:
-            record = Record(
-                id, namespace.id, namespace.epoch, size, size, checksum, segment.number, time.time_ns() // 1_000_000
-            )
             try:
-                self._files.write(record, page, payload)
+                entry = self._records.write(namespace, id, segment.number, page, stored, checksum)
             except OSError as error:
                 if error.errno in _UNREACHABLE:
                     self._unreachable(segment, error)
                 raise
-            entry = Entry(namespace.stamp, segment.number, page, size, size, checksum)
             failpoint("disk.publish")
             used = self._catalog.publish([(id, entry)])[0]
             failpoint("disk.published")
@@ -310,7 +312,7 @@ class DiskTier:
             self._shelf.done(segment, page, pages, used)
         if not used:
             return Outcome.PRESENT if self._namespaces.is_current(namespace) else Outcome.STALE
-        self._ledger.put(size)
+        self._ledger.put(namespace.block_bytes)
         return Outcome.STORED
 
     def _read(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
@@ -331,19 +333,9 @@ class DiskTier:
     def _read_pinned(
         self, namespace: Namespace, id: bytes, entry: Entry, segment: Segment, into: memoryview
     ) -> Outcome:
-        size = namespace.block_bytes
         hit = None
         try:
-            record = None
-            if entry.stored_bytes == size:
-                record = self._files.read(segment.number, entry.page, size, into)
-            if (
-                record is not None
-                and (record.id, record.namespace_id, record.epoch) == (id, namespace.id, namespace.epoch)
-                and (record.generation, record.codec) == (segment.number, entry.codec)
-                and (record.payload_bytes, record.stored_bytes) == (size, size)
-                and record.checksum == entry.checksum == checksum_of(into[:size])
-            ):
+            if self._records.read(namespace, id, entry, into):
                 hit = entry.page
                 return Outcome.HIT
         except OSError as error:

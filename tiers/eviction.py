@@ -8,6 +8,7 @@ import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import merge
 from itertools import islice
 from typing import NamedTuple
 
@@ -74,6 +75,10 @@ class TailFirst:
             return id, entry & _PLACE_MASK, entry >> _PLACE_BITS
         return None
 
+    def upcoming(self) -> Iterator[tuple[int, bytes]]:
+        """``(tick, id)`` of the blocks in the order in which they go."""
+        return ((entry >> _PLACE_BITS, id) for id, entry in self._entries.items())
+
     def spare(self, id: bytes) -> None:
         """A block that cannot go now (it is leased, so in use) goes last."""
         self._entries.move_to_end(id)
@@ -103,6 +108,16 @@ def oldest_of(spaces: Iterable[Space]) -> tuple[Space, bytes, int] | None:
         return None
     space, id, place, _ = min(firsts, key=lambda first: first[3])
     return space, id, place
+
+
+def next_of(spaces: Iterable[Space], count: int) -> list[tuple[Namespace, bytes]]:
+    """Namespace and id of the ``count`` blocks that go next, of all."""
+
+    def marked(space: Space) -> Iterator[tuple[int, Namespace, bytes]]:
+        return ((tick, space.namespace, id) for tick, id in space.order.upcoming())
+
+    merged = merge(*map(marked, spaces), key=lambda entry: entry[0])
+    return [(namespace, id) for _, namespace, id in islice(merged, count)]
 
 
 class Ghosts:

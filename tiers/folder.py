@@ -1,7 +1,7 @@
 """A folder with one owner, who remembers how it was left.
 
 Owns ``owner.lock`` (flocked for as long as the owner lives) and ``state.json`` of the folder. Used by a tier when it
-opens and closes. Imports ``errors`` and ``failpoint``.
+opens and closes, and ``claim`` by whoever else wants a folder for itself. Imports ``errors`` and ``failpoint``.
 """
 
 import fcntl
@@ -23,6 +23,19 @@ def boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return ""
+
+
+def claim(fd: int, folder: Path, setting: str) -> int:
+    """Be the one who holds the open file ``fd``, for the life of the process: the kernel lets go when it dies, however
+    it dies. InUse (and ``fd`` closed) while somebody else does; ``setting`` names another folder."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise InUse(
+            f"{folder} belongs to a daemon that is running", f"stop that daemon, or give this one another {setting}"
+        ) from None
+    return fd
 
 
 class OwnedFolder:

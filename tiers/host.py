@@ -1,51 +1,31 @@
 """The host tier: blocks in the arena, and the hub through which every other tier's bytes pass.
 
-Owns the slots: who may write them (reservations), who reads them (leases), and in which order sealed ones are evicted.
-Called by the daemon's event loop and its workers; one lock, held for microseconds, never over I/O or a copy.
-Imports ``arena``, ``block``, ``checksum``, ``errors``, ``eviction``, ``namespace``, ``slots`` and ``tier``.
-
-Beyond the contract of ``tier.py`` it has the two-phase verbs: ``reserve`` -> ``commit`` or ``abort`` (write) and
-``acquire`` -> ``release`` (read). A block is in exactly one place: reserved, sealed, or doomed (deleted or flushed
-while leased: gone for lookups, freed by the last release).
+Owns the bytes of the arena's slots and what an earlier daemon left in them; slots, leases and eviction are those of
+``SlotTier``. Called by the daemon's event loop and its workers; one lock, held for microseconds, never over I/O or a
+copy. Imports ``arena``, ``checksum``, ``namespace``, ``slot_tier``, ``slots`` and ``tier``.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.checksum import checksum
-from terracekv.tiers.eviction import Space, TailFirst, oldest_of
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slot_tier import DAEMON, SlotTier
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
-from terracekv.tiers.tier import Counters, Outcome, TierStatus
-
-DAEMON = 0
-"""The session number under which the daemon itself writes slots (promotion, HTTP)."""
-BATCH = 128
+from terracekv.tiers.tier import Outcome, TierStatus
 
 
-class HostTier:
+class HostTier(SlotTier):
     """Takes over what an earlier daemon left in ``arena`` and ``table``: sealed blocks of present epochs are listed at
     once and checked when first read; slots that were being written are freed once their writers are gone."""
 
     name = "host"
 
     def __init__(self, arena: Arena, table: SlotTable, namespaces: Namespaces) -> None:
+        super().__init__(table, namespaces)
         self._arena = arena
-        self._table = table
-        self._namespaces = namespaces
-        self._lock = threading.Lock()
-        self._spaces: dict[int, Space] = {}
-        self._leases: dict[int, int] = {}
-        self._writing: dict[int, int] = {}
         self._orphans: dict[int, list[int]] = {}
-        self._doomed: set[int] = set()
         self._unverified: set[int] = set()
-        self._tick = 0
-        self._closed = False
-        self.counters = Counters()
-        self.on_evict: Callable[[Namespace, list[bytes], str], None] = lambda namespace, ids, reason: None
-        """Called under the lock, with what left and why (capacity, flush, delete, damaged); must be quick."""
         self.adopted_blocks = self._adopt()
 
     def _adopt(self) -> int:
@@ -54,8 +34,7 @@ class HostTier:
             if not self._table.intact(record) or self._table.state(record) is State.DOOMED:
                 self._table.free(record)
             elif self._table.state(record) is State.WRITING:
-                session = self._table.writer(record)
-                if session == DAEMON:
+                if (session := self._table.writer(record)) == DAEMON:
                     self._table.free(record)
                 else:
                     self._writing[record] = session
@@ -73,97 +52,11 @@ class HostTier:
                 adopted += 1
         return adopted
 
-    def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
-        """See ``Tier.leading``. O(1) a block."""
-        space = self._spaces.get(namespace.stamp)
-        if space is None:
-            return 0
-        with self._lock:
-            return space.order.leading(ids)
-
-    def absent(self, namespace: Namespace, ids: Sequence[bytes]) -> list[int]:
-        """Indices of the ``ids`` that are not here. O(1) a block."""
-        space = self._spaces.get(namespace.stamp)
-        if space is None:
-            return list(range(len(ids)))
-        with self._lock:
-            return [index for index, id in enumerate(ids) if id not in space.order]
-
-    def has(self, namespace: Namespace, id: bytes) -> bool:
-        """Whether a block is here."""
-        return self.leading(namespace, [id]) == 1
-
-    def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
-        """A slot to write for each id that is not here; PRESENT for those that are, FULL where nothing can be evicted.
-
-        ``ids`` is a chain from its head: present blocks of it are touched and never evicted to make room for its tail.
-        """
-        with self._lock:
-            space = self._space(namespace, namespace.block_bytes)
-            self._tick += 1
-            space.order.touch(ids, self._tick)
-            self._table.offer(self._arena.slabs_ready)
-            absent = sum(id not in space.order for id in ids)
-            if absent:
-                self._make_room(space, absent, set(ids))
-            result: list[Slot | Outcome] = []
-            for id in ids:
-                if id in space.order:
-                    result.append(Outcome.PRESENT)
-                    continue
-                slot = self._table.take(space.slot_bytes, session)
-                if slot is None:
-                    result.append(Outcome.FULL)
-                    continue
-                self._writing[slot.record] = session
-                tail = slice(slot.offset + namespace.block_bytes, slot.offset + space.slot_bytes)
-                self._arena.view[tail] = bytes(space.slot_bytes - namespace.block_bytes)
-                result.append(slot)
-            return result
-
-    def commit(self, namespace: Namespace, written: Sequence[tuple[bytes, Slot, int]]) -> list[Outcome]:
-        """Seal slots that hold ``(id, slot, checksum of the payload)``: findable from here on.
-
-        PRESENT when another session was quicker with the same block: its slot is freed, the block is readable.
-        ``namespace`` is the snapshot of now; of an epoch that was flushed since ``reserve``, use ``abort``.
-        """
-        outcomes = []
-        with self._lock:
-            space = self._space(namespace, namespace.block_bytes)
-            for id, slot, digest in reversed(written):
-                assert self._writing.pop(slot.record, None) is not None, "commit of a slot that is not being written"
-                if id in space.order:
-                    self._table.free(slot.record)
-                    outcomes.append(Outcome.PRESENT)
-                    continue
-                self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
-                space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
-                self.counters.puts += 1
-                self.counters.put_bytes += namespace.block_bytes
-                outcomes.append(Outcome.STORED)
-        return outcomes[::-1]
-
-    def touch(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
-        """A chain was used as a whole: its tail goes before its head."""
-        with self._lock:
-            space = self._spaces.get(namespace.stamp)
-            if space is not None:
-                self._tick += 1
-                space.order.touch(chain, self._tick)
-
-    def abort(self, slots: Sequence[Slot]) -> None:
-        """Give back slots whose writer has certainly stopped writing."""
-        with self._lock:
-            for slot in slots:
-                if self._writing.pop(slot.record, None) is not None:
-                    self._table.free(slot.record)
-
     def orphan(self, slots: Sequence[Slot]) -> None:
         """The session is over but its process may still be writing: ``reap`` frees the slots when it cannot."""
         with self._lock:
             for slot in slots:
-                session = self._writing.get(slot.record)
-                if session is not None:
+                if (session := self._writing.get(slot.record)) is not None:
                     self._orphans.setdefault(session, []).append(slot.record)
 
     def reap(self) -> int:
@@ -175,42 +68,6 @@ class HostTier:
                         del self._writing[record]
                         self._table.free(record)
             return sum(map(len, self._orphans.values()))
-
-    def acquire(self, namespace: Namespace, ids: Sequence[bytes], *, serving: bool = False) -> list[Slot | None]:
-        """One more lease on each block that is here; None for those that are not. Ends with ``release``.
-
-        A slot of ``unverified`` must pass ``verify`` before its bytes are believed. ``serving``: count them as hits.
-        """
-        with self._lock:
-            space = self._spaces.get(namespace.stamp)
-            if space is None:
-                return [None] * len(ids)
-            self._tick += 1
-            space.order.touch(ids, self._tick)
-            slots: list[Slot | None] = []
-            for id in ids:
-                place = space.order.get(id)
-                if place is None:
-                    slots.append(None)
-                    continue
-                record = place * RECORD_BYTES
-                self._leases[record] = self._leases.get(record, 0) + 1
-                slots.append(self._table.slot(record))
-            self.counters.hits += serving * (len(ids) - slots.count(None))
-            return slots
-
-    def release(self, slots: Sequence[Slot]) -> None:
-        """End one lease on each slot."""
-        with self._lock:
-            for slot in slots:
-                count = self._leases[slot.record] - 1
-                if count:
-                    self._leases[slot.record] = count
-                    continue
-                del self._leases[slot.record]
-                if slot.record in self._doomed:
-                    self._doomed.remove(slot.record)
-                    self._free(slot.record)
 
     def unverified(self, slot: Slot) -> bool:
         """Whether the bytes were taken over from an earlier daemon and not checked since."""
@@ -230,10 +87,6 @@ class HostTier:
             if space is not None and space.order.get(id) == slot.record // RECORD_BYTES:
                 self._drop(space, [id], "damaged")
         return Outcome.DAMAGED
-
-    def checksum_of(self, slot: Slot) -> int:
-        """The checksum that was computed when the leased slot was sealed."""
-        return self._table.sealed(slot.record).checksum
 
     def payload(self, slot: Slot, size_bytes: int) -> memoryview:
         """The slot's bytes in the arena. Whole pages may be asked for: what follows the payload is zero."""
@@ -266,23 +119,6 @@ class HostTier:
             self.counters.get_bytes += namespace.block_bytes * (outcome is Outcome.HIT)
         return outcome
 
-    def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
-        """See ``Tier.delete``. Bytes under a lease stay readable for its holder until it is released."""
-        with self._lock:
-            return self._drop(self._spaces.get(namespace.stamp), ids, "delete")
-
-    def drop(self, namespace: Namespace, reason: str = "flush") -> int:
-        """Free all blocks of this snapshot's epoch, in batches, letting others in between; how many there were."""
-        dropped = 0
-        while True:
-            with self._lock:
-                space = self._spaces.get(namespace.stamp)
-                ids = space.order.ids(BATCH) if space else []
-                dropped += self._drop(space, ids, reason)
-                if not ids:
-                    self._spaces.pop(namespace.stamp, None)
-                    return dropped
-
     def status(self) -> TierStatus:
         """See ``Tier.status``."""
         with self._lock:
@@ -297,6 +133,7 @@ class HostTier:
                 details={
                     "ready_bytes": self._arena.slabs_ready * self._arena.slab_bytes,
                     "slab_bytes": self._arena.slab_bytes,
+                    "placement": self._arena.placement,
                     "leased_blocks": len(self._leases),
                     "reserved_blocks": len(self._writing),
                     "orphaned_blocks": sum(map(len, self._orphans.values())),
@@ -306,29 +143,6 @@ class HostTier:
                 },
             )
 
-    def check(self) -> None:
-        """See ``Tier.check``."""
-        with self._lock:
-            self._table.check()
-            listed = set()
-            for stamp, space in self._spaces.items():
-                assert stamp == space.namespace.stamp
-                for id, place in space.order.places():
-                    held = self._table.sealed(place * RECORD_BYTES)
-                    assert (held.block, held.namespace, held.epoch) == (id, space.namespace.id, space.namespace.epoch)
-                    listed.add(held.record)
-            states = {record: self._table.state(record) for record in self._table.occupied()}
-            sealed = {record for record, state in states.items() if state is not State.WRITING}
-            assert sealed == listed | self._doomed and not listed & self._doomed, "sealed slots are not those listed"
-            assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
-            assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
-            assert min(self._leases.values(), default=1) > 0 and self._unverified <= sealed
-
-    def leases(self) -> dict[int, int]:
-        """Leases held, by slot record: what the sessions' books must add up to."""
-        with self._lock:
-            return dict(self._leases)
-
     def close(self) -> None:
         """See ``Tier.close``."""
         if not self._closed:
@@ -336,65 +150,19 @@ class HostTier:
             self._table.close()
             self._arena.close()
 
-    def _space(self, namespace: Namespace, block_bytes: int) -> Space:
-        space = self._spaces.get(namespace.stamp)
-        if space is None:
-            space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
-        return space
+    def check(self) -> None:
+        """See ``Tier.check``."""
+        super().check()
+        with self._lock:
+            assert not self._unverified - set(self._table.occupied()), "bytes to be verified in slots that are free"
 
-    def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
-        """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
-        spared, spared_max, in_use = 0, len(self._leases) + 8, set[int]()
-        while self._table.free_slots(space.slot_bytes) < wanted:
-            oldest = oldest_of(self._spaces.values())
-            if oldest is None or spared > spared_max:
-                return
-            victim, id, place = oldest
-            record = place * RECORD_BYTES
-            if id in keep:
-                return
-            if victim.slot_bytes == space.slot_bytes:
-                if record not in self._leases:
-                    self._drop(victim, [id], "capacity")
-                    continue
-            elif (slab := self._table.slab_of(record)) not in in_use:
-                if self._empty_slab(slab):
-                    continue
-                in_use.add(slab)
-                spared_max += len(self._table.slots_in_slab(slab))  # all may be older than any other slab's
-            victim.order.spare(id)
-            spared += 1
+    def _slabs_ready(self) -> int:
+        return self._arena.slabs_ready
 
-    def _empty_slab(self, slab: int) -> bool:
-        """Evict a whole slab for another slot size, unless any of its slots is in use."""
-        records = self._table.slots_in_slab(slab)
-        if any(record in self._leases or record in self._writing for record in records):
-            return False
-        for record in records:
-            held = self._table.sealed(record)
-            space = next(s for s in self._spaces.values() if s.order.get(held.block) == record // RECORD_BYTES)
-            self._drop(space, [held.block], "capacity")
-        return True
-
-    def _drop(self, space: Space | None, ids: Sequence[bytes], reason: str) -> int:
-        if space is None:
-            return 0
-        gone = []
-        for id in ids:
-            if (place := space.order.discard(id)) is None:
-                continue
-            gone.append(id)
-            record = place * RECORD_BYTES
-            if record in self._leases:
-                self._doomed.add(record)
-                self._table.doom(record)
-            else:
-                self._free(record)
-        if gone:
-            self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(gone)
-            self.on_evict(space.namespace, gone, reason)
-        return len(gone)
+    def _taken(self, slot: Slot, block_bytes: int, slot_bytes: int) -> None:
+        """Direct I/O writes whole pages, so what follows the payload is zero."""
+        self._arena.view[slot.offset + block_bytes : slot.offset + slot_bytes] = bytes(slot_bytes - block_bytes)
 
     def _free(self, record: int) -> None:
         self._unverified.discard(record)
-        self._table.free(record)
+        super()._free(record)

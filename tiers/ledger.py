@@ -5,11 +5,16 @@ Owns both, under a lock of its own. Written by the parts of a tier from any thre
 
 import logging
 import threading
+import time
 from dataclasses import replace
 
 from terracekv.tiers.tier import Counters, Outcome
 
 log = logging.getLogger(__name__)
+
+REPEATED_S = 60.0
+"""The same words are logged once in so many seconds; all are counted."""
+SAID_MAX = 64
 
 
 class Ledger:
@@ -19,7 +24,20 @@ class Ledger:
         self._tier = tier
         self._lock = threading.Lock()
         self._counters = Counters()
-        self.last_error: str | None = None
+        self._last_error: str | None = None
+        self.last_error_at: float | None = None
+        self._said: dict[str, float] = {}
+        """What was logged of late, and when."""
+
+    @property
+    def last_error(self) -> str | None:
+        """What went wrong last; setting it notes the time."""
+        return self._last_error
+
+    @last_error.setter
+    def last_error(self, why: str) -> None:
+        self._last_error = why
+        self.last_error_at = time.time()
 
     def put(self, size: int) -> None:
         """A block of ``size`` bytes was stored."""
@@ -52,10 +70,18 @@ class Ledger:
 
     def failed(self, error: Exception) -> None:
         """The medium raised an error."""
-        log.warning("%s tier: %s", self._tier, error)
+        # Its text only: whoever keeps the record would keep the frames of its traceback, and the sockets in them.
+        text, now = str(error), time.monotonic()
         with self._lock:
             self._counters.io_errors += 1
-            self.last_error = str(error)
+            self.last_error = text
+            new = now - self._said.get(text, float("-inf")) >= REPEATED_S
+            if new:
+                if len(self._said) >= SAID_MAX:
+                    self._said.clear()
+                self._said[text] = now
+        if new:
+            log.warning("%s tier: %s", self._tier, text)
 
     def counters(self) -> Counters:
         """A copy."""

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from terracekv.tiers.errors import Damaged
+from terracekv.tiers.errors import BadRequest, Damaged
 from terracekv.tiers.failpoint import failpoint
 
 FORMAT = 1
+EPOCH_MAX = 2**32 - 1
+"""The last that a record, and a stamp, has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,14 @@ class Namespaces:
             return known
 
     def raise_epoch(self, id: bytes) -> Namespace:
-        """Flush: from the return on, what bears an older epoch is a miss in every tier."""
+        """Flush: from the return on, what bears an older epoch is a miss in every tier. BadRequest after the last."""
         with self._lock:
-            raised = replace(self._by_id[id], epoch=self._by_id[id].epoch + 1)
+            if (epoch := self._by_id[id].epoch) == EPOCH_MAX:
+                raise BadRequest(
+                    f"namespace {id.hex()} was flushed as often as can be: its epoch is {epoch}",
+                    "let engines name another revision: a new namespace begins at 0",
+                )
+            raised = replace(self._by_id[id], epoch=epoch + 1)
             self._put(raised)
             return raised
 
@@ -114,6 +121,7 @@ class Namespaces:
     def _put(self, namespace: Namespace) -> None:
         """Written first and known then: whoever met a namespace that a crash takes back would store blocks under a
         number that the next start gives to another."""
+        assert 0 <= namespace.epoch <= EPOCH_MAX
         by_id = self._by_id | {namespace.id: namespace}
         self._write(by_id)
         self._by_id = by_id
@@ -126,6 +134,8 @@ class Namespaces:
             self.identity = str(content["identity"])
             for row in content["namespaces"]:
                 known = Namespace(**row | {"id": bytes.fromhex(row["id"]), "layout": bytes.fromhex(row["layout"])})
+                if type(known.epoch) is not int or not 0 <= known.epoch <= EPOCH_MAX:
+                    raise ValueError(f"namespace {row['id']} has epoch {known.epoch!r}")
                 self._by_id[known.id] = known
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(

@@ -2,7 +2,7 @@
 
 Owns the record format, the files ``<number>.segment`` of one folder and the choice between direct and buffered I/O.
 Called by the disk tier from any thread; which pages of which segment are in use is the tier's business, not ours.
-Imports ``checksum``, ``errors``, ``failpoint`` and ``tier``.
+Imports ``checksum``, ``codec_id``, ``errors``, ``failpoint`` and ``tier``.
 
 A segment's number is its generation: it is in the file's name and in every record, it only grows, and a file that is
 reused gets a new name. So a place (number, page) never means two things, and what an earlier life of the file, or
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.tier import PAGE
@@ -29,7 +30,6 @@ from terracekv.tiers.tier import PAGE
 MAGIC = int.from_bytes(b"TRKV", "little")
 VERSION = 1
 """Names the checksum too: version 1 is xxh3-64."""
-CODEC_RAW = 0
 
 _HEADER = struct.Struct("<IHH34s32sIQQQQQ")
 _CHECK = struct.Struct("<Q")
@@ -61,7 +61,7 @@ class Record:
     checksum: int
     generation: int
     created_ms: int
-    codec: int = CODEC_RAW
+    codec: int = Codec.RAW
 
     @property
     def pages(self) -> int:

@@ -74,6 +74,8 @@ class TierStatus:
     blocks: int
     counters: Counters
     last_error: str | None = None
+    last_error_at: float | None = None
+    """When that was, of ``time.time``; None when there is none, or it is still so."""
     details: dict[str, int | float | str | None] = field(default_factory=dict)
 
 

@@ -1,17 +1,18 @@
 """Upkeep of the disk tier: rebuilding the catalog from segments, dropping what is stale, comparing the books.
 
 Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threads, beside puts and gets. Imports
-``catalog``, ``entry``, ``errors``, ``namespace``, ``segment``, ``shelf`` and ``tier``.
+``catalog``, ``codec_id``, ``entry``, ``errors``, ``namespace``, ``segment``, ``shelf`` and ``tier``.
 """
 
 import logging
 from collections.abc import Sequence
 
 from terracekv.tiers.catalog import Catalog
+from terracekv.tiers.codec_id import known
 from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import TierFull
 from terracekv.tiers.namespace import Namespace, Namespaces
-from terracekv.tiers.segment import CODEC_RAW, Record
+from terracekv.tiers.segment import Record
 from terracekv.tiers.shelf import Segment, Shelf
 
 _BATCH = 1024
@@ -72,15 +73,13 @@ class Rebuild:
             self.blocks += sum(self._catalog.publish(rows))
 
     def _row(self, item: tuple[int, Record]) -> tuple[bytes, Entry] | None:
-        """The entry of a record that may be served; a flushed one may not."""
+        """The entry of a record that may be served: not of one that was flushed, nor of a codec of a later version."""
         page, record = item
         namespace = self._namespaces.adopt(record.namespace_id, record.epoch)
-        if namespace.epoch != record.epoch or record.codec != CODEC_RAW:
+        if namespace.epoch != record.epoch or not known(record.codec):
             return None
-        entry = Entry(
-            namespace.stamp, record.generation, page, record.payload_bytes, record.stored_bytes, record.checksum
-        )
-        return record.id, entry
+        sizes = (record.payload_bytes, record.stored_bytes)
+        return record.id, Entry(namespace.stamp, record.generation, page, *sizes, record.checksum, record.codec)
 
 
 def drop_stale(catalog: Catalog, namespace: Namespace) -> int:
@@ -109,9 +108,9 @@ def check_entries(catalog: Catalog, shelf: Shelf) -> None:
             assert entry.end_page <= segment.cursor, f"{id.hex()} lies beyond the cursor of segment {entry.segment}"
             record = shelf.files.header(entry.segment, entry.page)
             assert record is not None, f"no record where {id.hex()} should be"
-            said = (record.id, record.generation, record.epoch, record.stored_bytes, record.checksum)
-            known = (id, entry.segment, entry.stamp & 0xFFFFFFFF, entry.stored_bytes, entry.checksum)
-            assert said == known, f"the record of {id.hex()} is {said}, the catalog says {known}"
+            said = (record.id, record.generation, record.epoch, record.codec, record.stored_bytes, record.checksum)
+            meant = (id, entry.segment, entry.stamp & 0xFFFFFFFF, entry.codec, entry.stored_bytes, entry.checksum)
+            assert said == meant, f"the record of {id.hex()} is {said}, the catalog says {meant}"
             listed += 1
     held = sum(count_held(catalog, number) for number in segments)
     assert held == listed, f"{listed} blocks are listed, {held} are known by their places"

@@ -5,15 +5,20 @@ the machine of ``test_store.py``. Imports ``tiers``.
 """
 
 import hashlib
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from terracekv.tests.blocks import like_numbers
 from terracekv.tests.model.world import World
 from terracekv.tiers.block import block_id, block_keys, namespace_id
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.codec import decode as decode_payload
+from terracekv.tiers.codec_id import Codec
+from terracekv.tiers.errors import Damaged
 from terracekv.tiers.namespace import Namespace
-from terracekv.tiers.segment import decode
+from terracekv.tiers.segment import Record, decode
 from terracekv.tiers.slots import RECORD_BYTES, Slot
 from terracekv.tiers.tier import PAGE
 
@@ -61,8 +66,9 @@ MODELS = (model("narrow", 5_000, 1, 6), model("wide", 12_000, 2, 4))
 
 
 def payload(id: bytes, epoch: int, version: int, size: int) -> bytes:
-    """Bytes that say whose they are, all of them."""
-    return hashlib.shake_128(id + bytes([epoch]) + version.to_bytes(4, "little")).digest(size)
+    """Bytes that say whose they are. Every second version gets smaller when it is coded."""
+    noise = hashlib.shake_128(id + bytes([epoch]) + version.to_bytes(4, "little")).digest(size)
+    return like_numbers(noise) if version % 2 else noise
 
 
 @dataclass
@@ -157,12 +163,34 @@ def check_bytes(world: World, books: Books, seen: Seen) -> None:
 
 def read(world: World, place: tuple[int, int], size: int) -> tuple[tuple[bytes, bytes, int] | None, bytes]:
     """A record as it lies in its file: whose it says it is, and its payload."""
+    head, stored = lying(world, place, size)
+    if head is None:
+        return None, stored
+    return (head.id, head.namespace_id, head.epoch), stored if head.codec == Codec.RAW else unpacked(head, stored, size)
+
+
+def lying(world: World, place: tuple[int, int], size: int) -> tuple[Record | None, bytes]:
+    """A record's header, and its stored bytes, which are no more than ``size``."""
     segment, page = place
     with open(world.disk._files.path(segment), "rb") as file:
         file.seek(page * PAGE)
         head = decode(file.read(PAGE))
-        said = None if head is None else (head.id, head.namespace_id, head.epoch)
-        return said, file.read(size)
+        return head, file.read(size if head is None else head.stored_bytes)
+
+
+def unpacked(head: Record, stored: bytes, size: int) -> bytes:
+    """What coded bytes stand for; they themselves when they stand for nothing."""
+    source = io.BytesIO(stored)
+    payload = bytearray(size)
+
+    def fill(view: memoryview) -> None:
+        view[:] = source.read(len(view))
+
+    try:
+        decode_payload(Codec(head.codec), fill, head.stored_bytes, memoryview(payload))
+    except Damaged:
+        return stored
+    return bytes(payload)
 
 
 def check_lookups(world: World, seen: Seen) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
+from terracekv.daemon.forgetting import Flushed
 from terracekv.tests.model.books import MODELS, Books, Model, Seen, check_bytes, check_lookups, look, present
 from terracekv.tests.model.engines import Commit, Engine, Writer, commit, join
 from terracekv.tests.model.world import Killed, Media, World
@@ -60,15 +61,16 @@ class Machine(RuleBasedStateMachine):
         segments=st.sampled_from([2, 3, 16]),
         admission=st.sampled_from(["all", "second_touch"]),
         queue_blocks=st.sampled_from([3, 1000]),
+        codec=st.sampled_from(["off", "on"]),
     )
-    def begin(self, segments: int, admission: str, queue_blocks: int) -> None:
+    def begin(self, segments: int, admission: str, queue_blocks: int, codec: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="terracekv-model-", dir=SHM))
         self.books = Books()
         self.engines: list[Engine] = []
         self.ghosts: list[Writer] = []
         self.past: list[tuple[Slot, bytes]] = []
         self.commits: list[Commit] = []
-        self.flushes: list[tuple[asyncio.Task[dict[str, int]], Namespace, str | None]] = []
+        self.flushes: list[tuple[asyncio.Task[Flushed], Namespace, str | None]] = []
         self.deletions: list[tuple[asyncio.Task[dict[str, int]], set[bytes], set[bytes]]] = []
         """With the blocks, and those that were being stored at the time: they may come after it."""
         self.errands: list[tuple[asyncio.Task[Any], Namespace | None, list[bytes]]] = []
@@ -76,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         self.doomed: set[int] = set()
         """Slots that outlive their blocks because somebody reads them."""
         self.new_step()
-        self.world = World(self.folder, segments=segments, admission=admission, queue_blocks=queue_blocks)
+        self.world = World(self.folder, segments=segments, admission=admission, queue_blocks=queue_blocks, codec=codec)
         self.live()
 
     def new_step(self) -> None:
@@ -169,8 +171,8 @@ class Machine(RuleBasedStateMachine):
             assert now is not None and (tier is not None or now.epoch > before.epoch)
         for deletion in [deletion for deletion in self.deletions if deletion[0].done()]:
             self.deletions.remove(deletion)
-            task, ids, stored_beside = deletion
-            task.result()
+            deleting, ids, stored_beside = deletion
+            deleting.result()
             self.excused |= ids
             if not self.world.disk.rebuilding:
                 self.books.forgotten |= ids - stored_beside
@@ -200,6 +202,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         type(self).steps_done += 1
+        assert not self.world.surprises, self.world.surprises
         self.settle()
         self.world.media.asleep = True
         world, books = self.world, self.books

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from terracekv.tests.model.books import MODELS, Model, Seen, look, read
+from terracekv.tests.model.books import MODELS, Model, Seen, look, lying, read
 from terracekv.tests.model.engine_rules import EngineRules
 from terracekv.tests.model.machine import any_of, chain_of, length_of, model_of, mortal
 from terracekv.tests.model.world import Media
@@ -105,12 +105,13 @@ class StoreMachine(EngineRules):
         ),
         model=model_of,
         chain=chain_of,
+        start=st.sampled_from([0, 0, 1, 2]),
         length=length_of,
     )
     @mortal
-    def somebody_asks(self, what: str, model: Model, chain: int, length: int) -> None:
+    def somebody_asks(self, what: str, model: Model, chain: int, start: int, length: int) -> None:
         world, store = self.world, self.world.store
-        namespace, ids = self.target(model, chain, length)
+        namespace, ids = self.target(model, chain, length, start)
         if what.startswith("pin"):
             ttl_s = -1 if what == "pin briefly" else 1_000
             self.errands.append((world.task(store.pins.pin(namespace, ids, ttl_s)), None, ids))
@@ -256,7 +257,8 @@ class StoreMachine(EngineRules):
             self.world.flip_on_disk(segment, page * PAGE - offset - 1)
             self.books.headless.add((segment, page))
         else:
-            self.world.flip_on_disk(segment, (page + 1) * PAGE + offset)
+            _, stored = lying(self.world, (segment, page), size_of(id))
+            self.world.flip_on_disk(segment, (page + 1) * PAGE + offset % len(stored))
             self.books.rotten.add(read(self.world, (segment, page), size_of(id))[1])
 
     @precondition(lambda self: self.age >= AGE_MIN)
@@ -265,13 +267,15 @@ class StoreMachine(EngineRules):
         rot=st.none() | any_of,
         catalog=mostly,
         host=mostly,
+        codec=st.sampled_from(["off", "on"]),
         hurried=st.none() | model_of,
     )
     @mortal
     def the_daemon_is_started_again(
-        self, how: str, rot: int | None, catalog: bool, host: bool, hurried: Model | None
+        self, how: str, rot: int | None, catalog: bool, host: bool, codec: str, hurried: Model | None
     ) -> None:
-        """``rot`` spoils a bit of the arena, ``catalog`` and ``host`` say what the next life finds."""
+        """``rot`` spoils a bit of the arena, ``catalog`` and ``host`` say what the next life finds, ``codec`` how it
+        writes to disk."""
         if how == "stopped":
             self.do_all_jobs()
         if how != "killed":
@@ -280,6 +284,7 @@ class StoreMachine(EngineRules):
                 self.leave(self.engines[0], False)
             self.settle()
         before = look(self.world)
+        self.world.set_codec(codec)
         end = self.world.crash if how == "killed" else self.world.close
         self.die(end, lambda: self.between_lives(before, rot, catalog, host))
         self.live()

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from terracekv.daemon.config import Config, Daemon, Disk, Host
@@ -123,7 +124,7 @@ class World:
     store: Store
     sessions: Sessions
 
-    def __init__(self, folder: Path, *, segments: int, admission: str, queue_blocks: int) -> None:
+    def __init__(self, folder: Path, *, segments: int, admission: str, queue_blocks: int, codec: str) -> None:
         self.runtime = folder / "runtime"
         self.config = Config(
             daemon=Daemon(runtime_dir=self.runtime, state_dir=folder / "state", queue=queue_blocks * 12_288),
@@ -137,13 +138,22 @@ class World:
                 free_floor=0,
             ),
         )
+        self.set_codec(codec)
         self.loop = asyncio.new_event_loop()
+        self.surprises: list[str] = []
+        """What was raised where nobody waits for it."""
+        self.loop.set_exception_handler(self._surprised)
         self._patch = pytest.MonkeyPatch()
         self.media = Media(self._patch)
         self.meanwhile: Callable[[], None] = lambda: None
         """What happens while a job stands at a line that is armed with ``sleep``."""
         self._replace_failpoints()
         self.open()
+
+    def set_codec(self, codec: str) -> None:
+        """For lives that begin after this: what the disk tier does to blocks that get smaller."""
+        disk = msgspec.structs.replace(self.config.disk, codec="on" if codec == "on" else "off")
+        self.config = msgspec.structs.replace(self.config, disk=disk)
 
     def _replace_failpoints(self) -> None:
         def die(pid: int, number: int) -> None:
@@ -152,6 +162,10 @@ class World:
         # The module's own names are replaced, not what is behind them: nobody else is killed or made to wait.
         self._patch.setattr(failpoint, "os", SimpleNamespace(kill=die, getpid=os.getpid))
         self._patch.setattr(failpoint, "time", SimpleNamespace(sleep=lambda seconds: self.meanwhile()))
+
+    def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not isinstance(context.get("exception"), Killed):
+            self.surprises.append(repr(context))
 
     def open(self) -> None:
         """Begin a life."""

@@ -1,0 +1,26 @@
+"""Where models are kept: ``.models/``, each made once and then found there. Standard library only."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+MODELS = Path(__file__).resolve().parent.parent / ".models"
+
+
+def once(name: str, make: Callable[[Path, Path], None]) -> Path:
+    """The folder of this name. If it is not there, ``make(folder, scratch)`` fills an empty one; nobody sees it half
+    full, and a process that wants the same meanwhile waits, and finds it done."""
+    folder = MODELS / name
+    if folder.exists():
+        return folder
+    MODELS.mkdir(exist_ok=True)
+    with open(MODELS / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=MODELS) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            ready = Path(scratch) / "ready"
+            ready.mkdir()
+            make(ready, Path(scratch))
+            os.rename(ready, folder)
+    return folder

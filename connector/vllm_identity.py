@@ -1,0 +1,126 @@
+"""Whose KV it is: the name of the model and of everything else that shapes the bytes of a page.
+
+Pure, but for the files that it reads. Called by the worker half when the engine starts; the scheduler half takes over
+what the workers say. Imports ``vllm_weights``; of vLLM's configuration it reads attributes, and knows no class.
+"""
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from terracekv.connector.vllm_weights import weights_digest
+
+VOLATILE = {"transformers_version", "name_or_path", "torch_dtype", "dtype"}
+"""Of a model's config: what says where it was read or by what, and not what it is."""
+
+
+def model_name(config: Any, given: str = "") -> str:
+    """As given, or as vLLM has it; of a folder only its last part, so that it is the same wherever the folder is."""
+    name = given or str(config.model_config.model)
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def revision(config: Any, given: str = "") -> str:
+    """Which weights: as given, the commit that they were downloaded at, or a digest of the files."""
+    model = config.model_config
+    folder = Path(str(model.model))
+    if given:
+        return given
+    if folder.is_dir():
+        return weights_digest(folder)
+    if folder.is_file():
+        return weights_digest(folder.parent, [folder])
+    commit = str(getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None))
+    if not re.fullmatch("[0-9a-f]{40,64}", commit):  # a branch or a tag, which moves on
+        raise ValueError(f"the commit of {model.model!r} is not known: set `revision` in kv_connector_extra_config")
+    return commit
+
+
+def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layout: str | None) -> dict[str, Any]:
+    """What besides model and revision decides the bytes of a page, by name: people read it in the log.
+
+    ``backends`` maps a layer to its attention backend. Raises ValueError for what makes KV differ from run to run.
+    """
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ValueError("calculate_kv_scales: the scales of fp8 KV differ from run to run")
+    hf = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE and key[0] != "_"}
+    text = json.dumps(hf, sort_keys=True, default=str)
+    found: dict[str, Any] = {
+        "vllm": ".".join(version.split(".")[:2]),
+        "dtype": str(model.dtype),
+        "quantization": str(getattr(model, "quantization", None)),
+        "kv_dtype": str(cache.cache_dtype),
+        "kv_skip_layers": str(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+        "cache_layout": str(cache_layout),
+        "weights": _read_how(getattr(config, "load_config", None)),
+        "backends": sorted(set(backends.values())),
+        "config": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+    for name in (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "enable_expert_parallel",
+        "data_parallel_size",
+    ):
+        found[name] = getattr(parallel, name, 1)
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is not None:
+        found["drafter"] = f"{speculative.method} {getattr(speculative, 'model', None)}"
+    if any("CPU" in backend for backend in backends.values()):
+        found["isa"] = cpu_flags()
+    return found
+
+
+def _read_how(load: Any) -> list[str]:
+    """How weights come out of the files: made up, from other files of the folder, from another place."""
+    names = ("load_format", "ignore_patterns", "model_loader_extra_config")
+    return [json.dumps(getattr(load, name, None), sort_keys=True, default=str) for name in names]
+
+
+def fingerprint(found: Mapping[str, Any]) -> str:
+    """16 hex digits that differ whenever any fact does."""
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cpu_flags() -> str:
+    """What of this processor decides how the CPU backend packs K and V inside a page."""
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return "unknown"
+    known = ("amx_tile", "amx_bf16", "avx512f", "avx512_bf16", "avx2", "asimd", "bf16")
+    return ",".join(flag for flag in known if flag in words)
+
+
+def kv_dtype(config: Any) -> str:
+    """``bfloat16``, ``fp8_e4m3`` ...: what elements of K and V are."""
+    cache_dtype = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
+
+
+def adapter_digest(path: str) -> bytes:
+    """32 bytes over the content of a LoRA adapter's folder: the same on every host, whatever its name and place.
+
+    Raises OSError when it cannot be read, ValueError when there is nothing in it.
+    """
+    digest = hashlib.sha256(b"terracekv/adapter/1\0")
+    files = sorted(file for file in Path(path).iterdir() if file.name.startswith("adapter_") and file.is_file())
+    if not files:
+        raise ValueError(f"no adapter in {path}")
+    for file in files:
+        with open(file, "rb") as content:
+            inner = hashlib.file_digest(content, "sha256").digest()
+        digest.update(file.name.encode() + b"\0" + inner)
+    return digest.digest()
+
+
+def offset_in_block(offset: int) -> bytes:
+    """Where a multimodal item begins, counted from the block's first token; an item may have begun before it."""
+    return struct.pack("<i", offset)

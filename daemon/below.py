@@ -1,0 +1,109 @@
+"""What the daemon knows of one tier below host: its tier, its workers, its rates and its counts.
+
+Owns nothing else. Made once for each lower tier, from the top down; used on the event loop. Imports ``mover`` and
+``tiers``. Each lower tier has a mover of its own, or shares one with tiers of its speed: what waits for a slow one
+keeps nobody else waiting.
+"""
+
+import asyncio
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from terracekv.daemon.mover import Meter, Mover
+from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.tier import Tier
+
+DISK_BYTES_PER_S = 1e9
+"""Assumed until measured."""
+DISK_LATENCY_S = 0.0005
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Flow:
+    """Blocks that went up from and down to one tier since start. ``Stats`` has the sums over the tiers."""
+
+    promoted: int = 0
+    promotions_failed: int = 0
+    vanished: int = 0
+    """Blocks that the tier was believed to have and had not when they were read."""
+    written: int = 0
+    not_admitted: int = 0
+    writes_failed: int = 0
+    writes_dropped: int = 0
+    """Blocks not written because the queue was full or the tier was down."""
+    writes_dropped_bytes: int = 0
+
+
+class LowerTier(Tier, Protocol):
+    """A tier whose room is taken back after a flush."""
+
+    def reclaim(self, namespace: Namespace) -> int:
+        """Forget the blocks of epochs older than the snapshot's; how many. For a worker thread."""
+        ...
+
+
+class Lower:
+    """``admission`` says what of host goes down here: see ``WriteThrough``."""
+
+    def __init__(
+        self, tier: LowerTier, mover: Mover, *, admission: str, bytes_per_s: float, latency_s: float = DISK_LATENCY_S
+    ) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self.mover = mover
+        self.admission = admission
+        self.read = Meter(bytes_per_s)
+        self.write = Meter(bytes_per_s)
+        self.flow = Flow()
+        self._latency_s = latency_s
+
+    @property
+    def latency_s(self) -> float:
+        """Time to the first byte of a read."""
+        return self._latency_s
+
+    @property
+    def up(self) -> bool:
+        """Whether blocks can be had from it now."""
+        return self.tier.status().mode != "down"
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write makes sense now."""
+        return True
+
+    def has(self, namespace: Namespace, id: bytes) -> bool:
+        """Whether the tier has a block, as far as can be told without asking anybody."""
+        return self.tier.leading(namespace, [id]) == 1
+
+    def load(self, size_bytes: int, work: Callable[[], T]) -> "asyncio.Future[T]":
+        """Run a read of so many bytes in a worker, before all writes."""
+        return self.mover.load(work)
+
+
+def places(
+    below: Sequence[Lower], namespace: Namespace, ids: Sequence[bytes], coming: Container[bytes] = ()
+) -> list[Lower | None]:
+    """For each of the leading ``ids`` that can be had from below: the uppermost tier that has it, or None for one that
+    is ``coming`` already. Ends where the first is nowhere."""
+    found: list[Lower | None] = []
+    while len(found) < len(ids):
+        if ids[len(found)] in coming:
+            found.append(None)
+            continue
+        rest = ids[len(found) :]
+        for depth, lower in enumerate(below):
+            count = lower.tier.leading(namespace, rest)
+            if count:
+                above = below[:depth]
+                if above:  # what is here in a row may in part be had from above
+                    hidden = (at for at in range(1, count) if any(upper.has(namespace, rest[at]) for upper in above))
+                    count = next(hidden, count)
+                found += [None if id in coming else lower for id in rest[:count]]
+                break
+        else:
+            break
+    return found

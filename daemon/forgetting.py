@@ -1,0 +1,200 @@
+"""Making blocks misses: one by one, a namespace at a time, or because another node flushed it.
+
+Owns the memory of the epochs that have been dealt with here. Runs on the event loop; tiers do their part in workers.
+Imports ``below``, ``distant``, ``events``, ``mover``, ``pins``, ``promotion``, ``write_through`` and ``tiers``.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from terracekv.daemon.below import Lower
+from terracekv.daemon.distant import Distant
+from terracekv.daemon.events import Events
+from terracekv.daemon.mover import Mover
+from terracekv.daemon.pins import Pins
+from terracekv.daemon.promotion import Promoter
+from terracekv.daemon.write_through import WriteThrough
+from terracekv.tiers.errors import BadRequest
+from terracekv.tiers.host import HostTier
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.tier import Outcome
+
+log = logging.getLogger(__name__)
+
+DELETE_ROUNDS = 8
+DISTANT_S = 5.0
+"""An order waits so long for a distant tier; it goes on there."""
+EPOCHS_MAX = 64
+"""Epochs of one namespace that host may hold between two looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What became of a flush. ``dropped`` counts blocks by tier, without tiers that go on behind the answer;
+    ``skipped`` names what was not done: ``s3_in_background`` goes on, ``s3_unheard``: the bucket has not heard of the
+    flush and is told before the namespace is next used, ``s3_unswept``: objects of flushed blocks are left."""
+
+    dropped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+
+
+class Forgetting:
+    """Where a method answers counts by tier, a tier is left out that did not do its part in time."""
+
+    def __init__(
+        self,
+        *,
+        namespaces: Namespaces,
+        host: HostTier,
+        below: Sequence[Lower],
+        mover: Mover,
+        promoter: Promoter,
+        through: Sequence[WriteThrough],
+        pins: Pins,
+        events: Events,
+    ) -> None:
+        self._namespaces = namespaces
+        self._host = host
+        self._below = below
+        self._mover = mover
+        self._promoter = promoter
+        self._through = through
+        self._pins = pins
+        self._events = events
+        self._epochs = {namespace.id: namespace.epoch for namespace in namespaces}
+        self._tasks = set[asyncio.Future[int]]()
+        self._sweeping = asyncio.Lock()
+        """A sweep of a local tier takes one worker, however many wait for theirs."""
+
+    async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
+        """Forget blocks in every tier: how many each had. Whoever reads one under a lease may finish."""
+        self._pins.unpin(ids)
+        counts: dict[str, int] = {}
+        # A block on its way from tier to tier arrives behind us, and would be listed again: so once more, until a round
+        # finds nothing and nothing moves (or an engine keeps storing it: then it is there because it was stored).
+        for _ in range(DELETE_ROUNDS):
+            gone = await self._forget(namespace, ids)
+            counts = {name: max(count, counts.get(name, 0)) for name, count in gone.items()}
+            if moving := self._under_way(set(ids)):
+                limit_s = DISTANT_S if any(isinstance(lower, Distant) for lower in self._below) else None
+                if (await asyncio.wait(moving, timeout=limit_s))[1]:
+                    break  # what is still on its way to or from a distant tier may be there afterwards
+            elif not any(gone.values()):
+                break
+        return counts
+
+    async def flush(self, namespace: Namespace, tier: str | None = None) -> Flushed:
+        """Make all blocks of a namespace misses, in every tier or in one: how many each had.
+
+        In every tier it raises the epoch: at once for lookups, for writes under way too, and for good.
+        """
+        names = ["host", *(lower.name for lower in self._below)]
+        if tier is not None and tier not in names:
+            raise BadRequest(f"no tier {tier!r}", f"configured tiers: {', '.join(names)}")
+        if tier is None:
+            raised = await self._mover.load(lambda: self._namespaces.raise_epoch(namespace.id))
+            namespace = replace(raised, epoch=raised.epoch - 1)  # of two flushes at once each ends an epoch of its own
+            self._epochs[namespace.id] = max(raised.epoch, self._epochs.get(namespace.id, 0))
+            self._events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
+            self._pins.expire()
+        flushed = Flushed()
+        if tier in (None, "host"):
+            self._pins.end(namespace)
+            flushed.dropped["host"] = await self._mover.load(lambda: self._host.drop(namespace))
+        for lower, through in zip(self._below, self._through, strict=True):
+            if tier in (None, lower.name):
+                if isinstance(lower, Distant):
+                    await self._flush_distant(namespace, lower, through, flushed, tell=tier is None)
+                else:
+                    flushed.dropped[lower.name] = await self._sweep(namespace, lower, through)
+        return flushed
+
+    async def notice(self) -> None:
+        """Deal with epochs that a tier took over from another node. Called every second or so."""
+        for namespace in self._namespaces:
+            before = self._epochs.setdefault(namespace.id, namespace.epoch)
+            if before >= namespace.epoch:
+                continue
+            self._epochs[namespace.id] = namespace.epoch
+            log.info("namespace %s was flushed by another node", namespace.id.hex()[:16])
+            self._events.publish("flushed", namespace=namespace.id.hex(), epoch=namespace.epoch)
+            self._pins.expire()
+            for epoch in range(max(before, namespace.epoch - EPOCHS_MAX), namespace.epoch):
+                await self._mover.load(partial(self._host.drop, replace(namespace, epoch=epoch)))
+            old = replace(namespace, epoch=namespace.epoch - 1)
+            for lower, through in zip(self._below, self._through, strict=True):
+                if isinstance(lower, Distant):
+                    lower.forget()  # whoever flushed sweeps the bucket
+                else:
+                    await self._sweep(old, lower, through)
+
+    async def close(self) -> None:
+        """Stop waiting for what still goes on."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _flush_distant(
+        self, namespace: Namespace, far: Distant, through: WriteThrough, flushed: Flushed, *, tell: bool
+    ) -> None:
+        """The bucket's part of a flush, for so long as somebody waits for it. It goes on whether or not."""
+        work = asyncio.ensure_future(self._sweep_distant(namespace, far, through, flushed, tell=tell))
+        self._tasks.add(work)
+        work.add_done_callback(self._tasks.discard)
+        done, _ = await asyncio.wait([work], timeout=DISTANT_S)
+        if done:
+            flushed.dropped[far.name] = work.result()
+        else:
+            flushed.skipped[f"{far.name}_in_background"] = 1
+
+    async def _sweep_distant(
+        self, namespace: Namespace, far: Distant, through: WriteThrough, flushed: Flushed, *, tell: bool
+    ) -> int:
+        older_than = replace(namespace, epoch=namespace.epoch + 1)
+        far.forget()
+        if tell:
+            unheard = await asyncio.shield(far.tells.turn(older_than))
+            if unheard is not None:
+                flushed.skipped[f"{far.name}_unheard"] = 1
+                log.warning("the bucket has not heard of a flush yet, it is told later: %s", unheard)
+            # Another node may have flushed at the same time, and the epoch risen by more than one.
+            present = self._namespaces.get(namespace.id)
+            if present is not None and present.epoch > older_than.epoch:
+                older_than = present
+        await _ended(through, namespace)
+        gone, left = await asyncio.shield(far.sweeps.turn(older_than))
+        if left is not None:
+            flushed.skipped[f"{far.name}_unswept"] = 1
+        return gone
+
+    async def _sweep(self, namespace: Namespace, lower: Lower, through: WriteThrough) -> int:
+        """Take back the room of a snapshot's epoch and those before it in a local tier; how many blocks went."""
+        await _ended(through, namespace)
+        async with self._sweeping:
+            return await lower.mover.load(lambda: lower.tier.reclaim(replace(namespace, epoch=namespace.epoch + 1)))
+
+    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Outcome]]":
+        """Moves of these blocks between tiers that have not ended."""
+        writes = [write for through in self._through for write in through.under_way(ids)]
+        return self._promoter.under_way(ids) + writes
+
+    async def _forget(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
+        counts = {"host": await self._mover.load(lambda: self._host.delete(namespace, ids))}
+        for lower in self._below:
+            if isinstance(lower, Distant):
+                lower.forget(ids)
+            work = lower.mover.load(partial(lower.tier.delete, namespace, ids))
+            limit_s = DISTANT_S if isinstance(lower, Distant) else None
+            done, _ = await asyncio.wait([work], timeout=limit_s)
+            if done and lower.up:
+                counts[lower.name] = work.result()
+        return counts
+
+
+async def _ended(through: WriteThrough, namespace: Namespace) -> None:
+    """What was being written when the epoch rose may still be listed, under the old epoch: sweep after it."""
+    if writing := through.under_way_in(namespace):
+        await asyncio.wait(writing)

@@ -1,0 +1,56 @@
+"""Judging a Hello: which namespace an engine means, or what is wrong with how it introduced itself.
+
+Pure; called by the engine door on the event loop. Imports ``protocol``, ``sessions`` and ``tiers``.
+"""
+
+from terracekv.daemon import protocol
+from terracekv.daemon.protocol import PROBE, VERSION
+from terracekv.daemon.sessions import tenant_salt
+from terracekv.tiers.block import namespace_id
+from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.slots import slot_bytes_for
+
+SHARDS_MAX = 4096
+NAME_MAX = 1024
+
+
+def judge(hello: protocol.Hello, *, slab_bytes: int, secret: bytes) -> protocol.Refused | Namespace:
+    """The namespace that a Hello describes, or the first of its fields that cannot be meant."""
+    if hello.version != VERSION:
+        return protocol.Refused("version", f"this daemon speaks version {VERSION}, the engine {hello.version}")
+    if hello.probe != PROBE:
+        return protocol.Refused("probe", "engine and daemon compute different keys from the same tokens")
+    if not hello.model:
+        return protocol.Refused("model", "empty")
+    for name in ("model", "revision", "dtype"):
+        if len(getattr(hello, name)) > NAME_MAX:
+            return protocol.Refused(name, f"longer than {NAME_MAX} characters")
+    if not 0 < hello.block_tokens <= 1 << 20:
+        return protocol.Refused("block_tokens", f"{hello.block_tokens} is not between 1 and {1 << 20}")
+    problem = hello.layout.problem(hello.block_tokens)
+    if problem is not None:
+        return protocol.Refused(problem.partition(":")[0], problem)
+    if not 0 < hello.shards <= SHARDS_MAX:
+        return protocol.Refused("shards", f"{hello.shards} is not between 1 and {SHARDS_MAX}")
+    if hello.shard is not None and not 0 <= hello.shard < hello.shards:
+        return protocol.Refused("shard", f"{hello.shard} is not one of {hello.shards} shards")
+    block_bytes = hello.layout.block_bytes
+    if slot_bytes_for(block_bytes) > slab_bytes:
+        return protocol.Refused(
+            "layout",
+            f"a block of {block_bytes} bytes is larger than a slab of {slab_bytes}: use fewer"
+            " block_tokens, or a larger host.slab",
+        )
+    names = {"model": hello.model, "revision": hello.revision, "dtype": hello.dtype}
+    layout = hello.layout.digest(hello.shards)
+    salt = tenant_salt(secret, hello.credential)
+    return Namespace(
+        id=namespace_id(**names, layout=layout, block_tokens=hello.block_tokens, salt=salt),
+        number=0,
+        epoch=0,
+        **names,
+        layout=layout,
+        block_tokens=hello.block_tokens,
+        shards=hello.shards,
+        block_bytes=block_bytes,
+    )

@@ -1,0 +1,185 @@
+"""The gpu tier: blocks that are hot enough for it, in the memory of one GPU, for all engine processes of that GPU.
+
+Owns one allocation on the device, the copies to and from it, and what other processes need to open it; slots, leases
+and eviction are those of ``SlotTier``. Made by the daemon where it is configured, called from its loop and its workers;
+copies happen outside the lock. Imports ``kernels``, ``checksum``, ``errors``, ``namespace``, ``slot_tier``, ``slots``
+and ``tier``.
+
+Only the daemon writes here, so a block is whole before an engine can hear of it. Engines read slots directly, under a
+lease, when CUDA lets them open the allocation; where it does not, ``sharing`` says why and they are served from host.
+What is evicted is dropped when a tier below has it, and otherwise handed down first. Nothing survives a restart.
+"""
+
+from collections.abc import Callable
+
+from terracekv.kernels.cuda import Device
+from terracekv.kernels.pinned import Pinned
+from terracekv.kernels.shared import Exported, NotShared, export
+from terracekv.kernels.shuttle import Shuttle
+from terracekv.tiers.checksum import checksum
+from terracekv.tiers.errors import NoRoom
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slot_tier import DAEMON, SlotTier
+from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, slot_bytes_for
+from terracekv.tiers.tier import Outcome, TierStatus
+
+
+class GpuTier(SlotTier):
+    """``table`` describes ``size_bytes`` of the GPU's memory, and is fresh. ``host`` is what of the host is pinned.
+
+    NoRoom, with the numbers, when the GPU cannot give so much.
+    """
+
+    name = "gpu"
+
+    def __init__(
+        self, device: Device, table: SlotTable, namespaces: Namespaces, *, size_bytes: int, host: Pinned | None = None
+    ) -> None:
+        assert not table.adopted and size_bytes == table.slabs * table.slab_bytes
+        super().__init__(table, namespaces)
+        self.device = device
+        self.size_bytes = size_bytes
+        self._base, self._shuttle = _allocated(device, size_bytes, host)
+        self.exported: Exported | None = None
+        self.sharing = "ipc"
+        """``ipc``, or why engines cannot open this memory."""
+        try:
+            self.exported = export(device, self._base, size_bytes)
+        except NotShared as error:
+            self.sharing = str(error)
+        self.last_error: str | None = None
+        self.demoted = 0
+        self.held_below: Callable[[Namespace, bytes], bool] = lambda namespace, id: True
+        """Whether a block that leaves would still be had from elsewhere."""
+        self.demote: Callable[[Namespace, bytes, memoryview, int], object] = lambda namespace, id, payload, digest: None
+        """Given what would otherwise be lost, before it goes. Called by the thread that puts."""
+
+    def put(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Outcome:
+        """See ``Tier.put``."""
+        assert len(payload) >= namespace.block_bytes
+        if not self._namespaces.is_current(namespace):
+            return Outcome.STALE
+        self._hand_down(namespace, id)
+        (slot,) = self.reserve(namespace, [id], DAEMON)
+        if isinstance(slot, Outcome):
+            return slot
+        try:
+            self._shuttle.write(self._base + slot.offset, payload[: namespace.block_bytes])
+        except RuntimeError as error:
+            self._failed(error)
+            self.abort([slot])
+            return Outcome.FAILED
+        return self.commit(namespace, [(id, slot, digest)])[0]
+
+    def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
+        """See ``Tier.get``."""
+        assert len(into) >= namespace.block_bytes
+        (slot,) = self.acquire(namespace, [id])
+        outcome = Outcome.MISS
+        if slot is not None:
+            try:
+                outcome = self._read(namespace, id, slot, into[: namespace.block_bytes])
+            finally:
+                self.release([slot])
+        with self._lock:
+            self.counters.misses += outcome is Outcome.MISS
+            self.counters.hits += outcome is Outcome.HIT
+            self.counters.get_bytes += namespace.block_bytes * (outcome is Outcome.HIT)
+        return outcome
+
+    def reclaim(self, namespace: Namespace) -> int:
+        """Forget the blocks of epochs older than the snapshot's; how many."""
+        older = [space.namespace for space in list(self._spaces.values()) if space.namespace.id == namespace.id]
+        return sum(self.drop(old) for old in older if old.epoch < namespace.epoch)
+
+    def status(self) -> TierStatus:
+        """See ``Tier.status``."""
+        with self._lock:
+            return TierStatus(
+                name=self.name,
+                mode="ipc" if self.exported else "copy",
+                capacity_bytes=self.size_bytes,
+                used_bytes=self._table.used_bytes,
+                blocks=sum(len(space.order) for space in self._spaces.values()),
+                counters=self.counters,
+                last_error=self.last_error,
+                details={
+                    "device": self.device.uuid,
+                    "device_name": self.device.name,
+                    "sharing": self.sharing,
+                    "leased_blocks": len(self._leases),
+                    "reserved_blocks": len(self._writing),
+                    "doomed_blocks": len(self._doomed),
+                    "demoted_blocks": self.demoted,
+                    "slab_bytes": self._table.slab_bytes,
+                },
+            )
+
+    def close(self) -> None:
+        """See ``Tier.close``. Engines that still have the memory open must not read it any more."""
+        if not self._closed:
+            self._closed = True
+            self._table.close()
+            self._shuttle.close()
+            self.device.free(self._base)
+
+    def _read(self, namespace: Namespace, id: bytes, slot: Slot, into: memoryview) -> Outcome:
+        try:
+            self._shuttle.read(self._base + slot.offset, into)
+        except RuntimeError as error:
+            self._failed(error)
+            return Outcome.FAILED
+        if checksum(into) == self.checksum_of(slot):
+            return Outcome.HIT
+        with self._lock:
+            self.counters.checksum_failures += 1
+            space = self._spaces.get(namespace.stamp)
+            if space is not None and space.order.get(id) == slot.record // RECORD_BYTES:
+                self._drop(space, [id], "damaged")
+        return Outcome.DAMAGED
+
+    def _hand_down(self, namespace: Namespace, id: bytes) -> None:
+        """Before a block is put that needs another's place: keep the other, if nobody below has it."""
+        with self._lock:
+            fits = self._table.free_slots(slot_bytes_for(namespace.block_bytes)) > 0
+        if fits or self.leading(namespace, [id]):
+            return
+        for victim, going in self.next_out(1):
+            if self.held_below(victim, going):
+                continue
+            (slot,) = self.acquire(victim, [going], touch=False)
+            if slot is None:
+                continue
+            payload = memoryview(bytearray(victim.block_bytes))
+            try:
+                if self._read(victim, going, slot, payload) is Outcome.HIT:
+                    self.demote(victim, going, payload, self.checksum_of(slot))
+                    self.demoted += 1
+            finally:
+                self.release([slot])
+
+    def _failed(self, error: RuntimeError) -> None:
+        with self._lock:
+            self.counters.io_errors += 1
+            self.last_error = str(error)
+
+    def _slabs_ready(self) -> int:
+        return self._table.slabs
+
+
+def _allocated(device: Device, size_bytes: int, host: Pinned | None) -> tuple[int, Shuttle]:
+    free, total = device.room()
+    try:
+        base = device.allocate(size_bytes)
+    except RuntimeError as error:
+        raise NoRoom(
+            f"gpu.size asks for {size_bytes} bytes of {device.uuid} ({device.name}), which has {free} bytes free of"
+            f" {total}: {error}",
+            "lower gpu.size, or leave more of the GPU to the daemon: vLLM's gpu_memory_utilization, SGLang's"
+            " mem_fraction_static",
+        ) from error
+    try:
+        return base, Shuttle(device, host)
+    except BaseException:
+        device.free(base)
+        raise

@@ -1,0 +1,140 @@
+"""Looks at a bucket from outside: what is in it, is it whole, what is of no use any more. For the command line.
+
+Owns nothing; called by one thread, beside running daemons or without any. Each call of the server has
+``timeout_s``; TierDown when it fails. Imports ``body``, ``bucket``, ``errors``
+and ``s3_record``.
+"""
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from terracekv.tiers.body import Object
+from terracekv.tiers.bucket import Bucket
+from terracekv.tiers.errors import Damaged
+from terracekv.tiers.s3_record import Place, epoch_key, epoch_of, header, payload, place_of
+
+PAYLOAD_BYTES_MAX = 4 << 30
+"""A header that promises more is not believed."""
+
+
+LINK_BYTES_PER_S = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One block in the bucket."""
+
+    about: Object
+    place: Place
+
+
+@dataclass(slots=True)
+class Space:
+    """What one epoch of a namespace takes. Ages in seconds."""
+
+    namespace_id: bytes
+    epoch: int
+    current: bool
+    """Whether it is the namespace's epoch of now; older ones are waste."""
+    objects: int = 0
+    bytes: int = 0
+    oldest_s: float = 0.0
+    newest_s: float = float("inf")
+
+
+def ls(bucket: Bucket, timeout_s: float = 30.0, namespace_id: bytes | None = None) -> Iterator[Stored]:
+    """All blocks, of one namespace or of all, in order of names. Other objects are passed over."""
+    root = bucket.settings.root
+    within = f"{root}{namespace_id.hex()}/" if namespace_id is not None else root
+    for about in bucket.list(within, timeout_s):
+        place = place_of(root, about.key)
+        if place is not None:
+            yield Stored(about, place)
+
+
+def begun_by(bucket: Bucket, digits: str, timeout_s: float = 30.0) -> list[bytes]:
+    """Ids of namespaces that begin with these hex digits, two at most: whether one is meant is all that matters."""
+    ids: list[bytes] = []
+    root, after = bucket.settings.root, ""
+    while len(ids) < 2:
+        found = next(bucket.list(f"{root}{digits}", timeout_s, after=after), None)
+        if found is None:
+            break
+        name = found.key[len(root) :].partition("/")[0]
+        if re.fullmatch("[0-9a-f]{64}", name):
+            ids.append(bytes.fromhex(name))
+        after = f"{root}{name}0"  # after all keys that go on with a slash
+    return ids
+
+
+def stat(bucket: Bucket, timeout_s: float = 30.0) -> list[Space]:
+    """What each epoch of each namespace takes."""
+    spaces: dict[tuple[bytes, int], Space] = {}
+    epochs: dict[bytes, int] = {}
+    for stored in ls(bucket, timeout_s):
+        place, about = stored.place, stored.about
+        if place.namespace_id not in epochs:
+            epochs[place.namespace_id] = _epoch(bucket, place.namespace_id, timeout_s)
+        at = (place.namespace_id, place.epoch)
+        if at not in spaces:
+            spaces[at] = Space(*at, current=place.epoch >= epochs[place.namespace_id])
+        space = spaces[at]
+        space.objects += 1
+        space.bytes += about.size
+        space.oldest_s = max(space.oldest_s, about.age_s)
+        space.newest_s = min(space.newest_s, about.age_s)
+    return list(spaces.values())
+
+
+def verify(
+    bucket: Bucket, timeout_s: float = 30.0, namespace_id: bytes | None = None
+) -> Iterator[tuple[Stored, str | None]]:
+    """Read every block and check it against its own checksum and its name: what is wrong with it, None if nothing.
+    One that goes away meanwhile is not mentioned.
+
+    A block has ``timeout_s`` and the time that a link of ``LINK_BYTES_PER_S`` takes. TierDown when it does not come:
+    that says nothing of the block."""
+    for stored in ls(bucket, timeout_s, namespace_id):
+        try:
+            enough_s = timeout_s + stored.about.size / LINK_BYTES_PER_S
+            with bucket.get(stored.about.key, time.monotonic() + enough_s) as body:
+                if body is None:
+                    continue
+                record = header(body)
+                if Place(record.namespace_id, record.epoch, record.id) != stored.place:
+                    raise Damaged(f"{stored.about.key} holds another block than its name says")
+                if record.payload_bytes > PAYLOAD_BYTES_MAX:
+                    raise Damaged(f"{stored.about.key} promises {record.payload_bytes} bytes")
+                payload(body, record, memoryview(bytearray(record.payload_bytes)))
+        except Damaged as error:
+            yield stored, error.message
+        else:
+            yield stored, None
+
+
+def gc(
+    bucket: Bucket, ttl_s: float, timeout_s: float = 30.0, dry: bool = False, namespace_id: bytes | None = None
+) -> tuple[int, int]:
+    """Delete blocks older than ``ttl_s`` (0: however old) and those of flushed epochs, of one namespace or of all:
+    ``(blocks, bytes)``. ``dry`` only counts."""
+    epochs: dict[bytes, int] = {}
+    blocks = size = 0
+    for stored in ls(bucket, timeout_s, namespace_id):
+        id = stored.place.namespace_id
+        if id not in epochs:
+            epochs[id] = _epoch(bucket, id, timeout_s)
+        if stored.place.epoch >= epochs[id] and not 0 < ttl_s < stored.about.age_s:
+            continue
+        if not dry:
+            bucket.delete(stored.about.key, time.monotonic() + timeout_s)
+        blocks += 1
+        size += stored.about.size
+    return blocks, size
+
+
+def _epoch(bucket: Bucket, namespace_id: bytes, timeout_s: float) -> int:
+    """A namespace's epoch; 0, with which nothing is waste, when its object is absent or damaged."""
+    found = bucket.read(epoch_key(bucket.settings.root, namespace_id), 32, time.monotonic() + timeout_s)
+    return (epoch_of(found[0]) or 0) if found is not None else 0

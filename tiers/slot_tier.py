@@ -1,0 +1,279 @@
+"""A tier whose blocks lie in slots: who may write them, who reads them, and which sealed one goes next.
+
+Owns the slot table, reservations, leases and the order of eviction; of the bytes in the slots it knows nothing: they
+are its heirs' (``host.py``, ``gpu.py``). Called by the daemon's event loop and its workers; one lock, held for
+microseconds, never over I/O or a copy. Imports ``eviction``, ``namespace``, ``slots`` and ``tier``.
+
+Beyond the contract of ``tier.py`` it has the two-phase verbs: ``reserve`` -> ``commit`` or ``abort`` (write) and
+``acquire`` -> ``release`` (read). A block is in exactly one place: reserved, sealed, or doomed (deleted or flushed
+while leased: gone for lookups, freed by the last release).
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+from terracekv.tiers.eviction import Space, TailFirst, next_of, oldest_of
+from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
+from terracekv.tiers.tier import Counters, Outcome
+
+DAEMON = 0
+"""The session number under which the daemon itself writes slots (promotion, HTTP)."""
+BATCH = 128
+
+
+class SlotTier:
+    """What host and gpu have in common. An heir says which slabs are ready, and moves the bytes."""
+
+    def __init__(self, table: SlotTable, namespaces: Namespaces) -> None:
+        self._table = table
+        self._namespaces = namespaces
+        self._lock = threading.RLock()
+        self._spaces: dict[int, Space] = {}
+        self._leases: dict[int, int] = {}
+        self._writing: dict[int, int] = {}
+        self._doomed: set[int] = set()
+        self._tick = 0
+        self._closed = False
+        self.counters = Counters()
+        self.on_evict: Callable[[Namespace, list[bytes], str], None] = lambda namespace, ids, reason: None
+        """Called under the lock, with what left and why (capacity, flush, delete, damaged); must be quick."""
+
+    def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """See ``Tier.leading``. O(1) a block."""
+        if (space := self._spaces.get(namespace.stamp)) is None:
+            return 0
+        with self._lock:
+            return space.order.leading(ids)
+
+    def absent(self, namespace: Namespace, ids: Sequence[bytes]) -> list[int]:
+        """Indices of the ``ids`` that are not here. O(1) a block."""
+        if (space := self._spaces.get(namespace.stamp)) is None:
+            return list(range(len(ids)))
+        with self._lock:
+            return [index for index, id in enumerate(ids) if id not in space.order]
+
+    def has(self, namespace: Namespace, id: bytes) -> bool:
+        """Whether a block is here."""
+        return self.leading(namespace, [id]) == 1
+
+    def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
+        """A slot to write for each id that is not here; PRESENT for those that are, FULL where nothing can be evicted.
+
+        ``ids`` is a chain from its head: present blocks of it are touched and never evicted to make room for its tail.
+        """
+        with self._lock:
+            space = self._space(namespace, namespace.block_bytes)
+            self._tick += 1
+            space.order.touch(ids, self._tick)
+            self._table.offer(self._slabs_ready())
+            if absent := sum(id not in space.order for id in ids):
+                self._make_room(space, absent, set(ids))
+            result: list[Slot | Outcome] = []
+            for id in ids:
+                if id in space.order:
+                    result.append(Outcome.PRESENT)
+                    continue
+                slot = self._table.take(space.slot_bytes, session)
+                if slot is None:
+                    result.append(Outcome.FULL)
+                    continue
+                self._writing[slot.record] = session
+                self._taken(slot, namespace.block_bytes, space.slot_bytes)
+                result.append(slot)
+            return result
+
+    def commit(self, namespace: Namespace, written: Sequence[tuple[bytes, Slot, int]]) -> list[Outcome]:
+        """Seal slots that hold ``(id, slot, checksum of the payload)``: findable from here on.
+
+        PRESENT when another session was quicker with the same block: its slot is freed, the block is readable.
+        ``namespace`` is the snapshot of now; of an epoch that was flushed since ``reserve``, use ``abort``.
+        """
+        with self._lock:
+            try:
+                return [self._seal(namespace, *each) for each in reversed(written)][::-1]
+            except BaseException:
+                self.abort([slot for _, slot, _ in written])  # those that were not sealed
+                raise
+
+    def touch(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
+        """A chain was used as a whole: its tail goes before its head."""
+        with self._lock:
+            if (space := self._spaces.get(namespace.stamp)) is not None:
+                self._tick += 1
+                space.order.touch(chain, self._tick)
+
+    def next_out(self, count: int) -> list[tuple[Namespace, bytes]]:
+        """The next ``count`` blocks to go when room is needed, the very next first."""
+        with self._lock:
+            return next_of(self._spaces.values(), count)
+
+    def abort(self, slots: Sequence[Slot]) -> None:
+        """Give back slots whose writer has certainly stopped writing."""
+        with self._lock:
+            for slot in slots:
+                if self._writing.pop(slot.record, None) is not None:
+                    self._table.free(slot.record)
+
+    def acquire(
+        self, namespace: Namespace, ids: Sequence[bytes], *, serving: bool = False, touch: bool = True
+    ) -> list[Slot | None]:
+        """One more lease on each block that is here; None for those that are not. Ends with ``release``.
+
+        A slot of ``unverified`` must pass ``verify`` first. ``serving``: they count as hits; ``touch``: as used now.
+        """
+        with self._lock:
+            if (space := self._spaces.get(namespace.stamp)) is None:
+                return [None] * len(ids)
+            if touch:
+                self._tick += 1
+                space.order.touch(ids, self._tick)
+            slots: list[Slot | None] = []
+            for id in ids:
+                place = space.order.get(id)
+                if place is None:
+                    slots.append(None)
+                    continue
+                record = place * RECORD_BYTES
+                self._leases[record] = self._leases.get(record, 0) + 1
+                slots.append(self._table.slot(record))
+            self.counters.hits += serving * (len(ids) - slots.count(None))
+            return slots
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """End one lease on each slot."""
+        with self._lock:
+            for slot in slots:
+                self._leases[slot.record] -= 1
+                if self._leases[slot.record]:
+                    continue
+                del self._leases[slot.record]
+                if slot.record in self._doomed:
+                    self._doomed.remove(slot.record)
+                    self._free(slot.record)
+
+    def checksum_of(self, slot: Slot) -> int:
+        """The checksum that was computed when the leased slot was sealed."""
+        return self._table.sealed(slot.record).checksum
+
+    def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """See ``Tier.delete``. Bytes under a lease stay readable for its holder until it is released."""
+        with self._lock:
+            return self._drop(self._spaces.get(namespace.stamp), ids, "delete")
+
+    def drop(self, namespace: Namespace, reason: str = "flush") -> int:
+        """Free all blocks of this snapshot's epoch, in batches, letting others in between; how many there were."""
+        dropped = 0
+        while True:
+            with self._lock:
+                space = self._spaces.get(namespace.stamp)
+                ids = space.order.ids(BATCH) if space else []
+                dropped += self._drop(space, ids, reason)
+                if not ids:
+                    self._spaces.pop(namespace.stamp, None)
+                    return dropped
+
+    def check(self) -> None:
+        """See ``Tier.check``."""
+        with self._lock:
+            self._table.check()
+            listed = set()
+            for stamp, space in self._spaces.items():
+                assert stamp == space.namespace.stamp
+                for id, place in space.order.places():
+                    held = self._table.sealed(place * RECORD_BYTES)
+                    assert (held.block, held.namespace, held.epoch) == (id, space.namespace.id, space.namespace.epoch)
+                    listed.add(held.record)
+            states = {record: self._table.state(record) for record in self._table.occupied()}
+            sealed = {record for record, state in states.items() if state is not State.WRITING}
+            assert sealed == listed | self._doomed and not listed & self._doomed, "sealed slots are not those listed"
+            assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
+            assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
+            assert min(self._leases.values(), default=1) > 0
+
+    def leases(self) -> dict[int, int]:
+        """Leases held, by slot record: what the sessions' books must add up to."""
+        with self._lock:
+            return dict(self._leases)
+
+    def _space(self, namespace: Namespace, block_bytes: int) -> Space:
+        if (space := self._spaces.get(namespace.stamp)) is None:
+            space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
+        return space
+
+    def _seal(self, namespace: Namespace, id: bytes, slot: Slot, digest: int) -> Outcome:
+        assert slot.record in self._writing, "commit of a slot that is not being written"
+        space = self._space(namespace, namespace.block_bytes)
+        if present := id in space.order:
+            self._table.free(slot.record)
+        else:
+            self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
+            space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
+            self.counters.puts += 1
+            self.counters.put_bytes += namespace.block_bytes
+        del self._writing[slot.record]
+        return Outcome.PRESENT if present else Outcome.STORED
+
+    def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
+        """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
+        spared, spared_max, in_use = 0, len(self._leases) + 8, set[int]()
+        while self._table.free_slots(space.slot_bytes) < wanted:
+            oldest = oldest_of(self._spaces.values())
+            if oldest is None or spared > spared_max:
+                return
+            victim, id, place = oldest
+            record = place * RECORD_BYTES
+            if id in keep:
+                return
+            if victim.slot_bytes == space.slot_bytes:
+                if record not in self._leases:
+                    self._drop(victim, [id], "capacity")
+                    continue
+            elif (slab := self._table.slab_of(record)) not in in_use:
+                if self._empty_slab(slab):
+                    continue
+                in_use.add(slab)
+                spared_max += len(self._table.slots_in_slab(slab))  # all may be older than any other slab's
+            victim.order.spare(id)
+            spared += 1
+
+    def _empty_slab(self, slab: int) -> bool:
+        """Evict a whole slab for another slot size, unless any of its slots is in use."""
+        records = self._table.slots_in_slab(slab)
+        if any(record in self._leases or record in self._writing for record in records):
+            return False
+        for record in records:
+            held = self._table.sealed(record)
+            space = next(s for s in self._spaces.values() if s.order.get(held.block) == record // RECORD_BYTES)
+            self._drop(space, [held.block], "capacity")
+        return True
+
+    def _drop(self, space: Space | None, ids: Sequence[bytes], reason: str) -> int:
+        if space is None:
+            return 0
+        gone = []
+        for id in ids:
+            if (place := space.order.discard(id)) is None:
+                continue
+            gone.append(id)
+            record = place * RECORD_BYTES
+            if record in self._leases:
+                self._doomed.add(record)
+                self._table.doom(record)
+            else:
+                self._free(record)
+        if gone:
+            self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(gone)
+            self.on_evict(space.namespace, gone, reason)
+        return len(gone)
+
+    def _free(self, record: int) -> None:
+        """Under the lock: the slot is nobody's."""
+        self._table.free(record)
+
+    def _slabs_ready(self) -> int:
+        """How many slabs, from the first on, may be written to."""
+        raise NotImplementedError
+
+    def _taken(self, slot: Slot, block_bytes: int, slot_bytes: int) -> None:
+        """Under the lock: a slot was taken for a block. Must be quick."""
