@@ -4,6 +4,7 @@ Imported by every script of this folder. Standard library only.
 """
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -52,6 +53,14 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """The value that ``percent`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+def break_even_tokens(cold_s: float, own_s: float, tier_s: float, tokens: int) -> int:
+    """From how many tokens on a load from a tier is quicker than computing them. Times to the first token of a prompt
+    of ``tokens``: computed, from the engine's own prefix cache, from the tier. What a tier costs more than the own
+    cache is taken as the same for every length, so this is an upper bound; 0 when it costs no more."""
+    a_token_s = max(cold_s - own_s, 1e-9) / tokens
+    return max(0, math.ceil((tier_s - own_s) / a_token_s))
 
 
 def note(text: str) -> None:

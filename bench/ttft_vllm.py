@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from terracekv.bench.demo import DOCUMENT, QUESTIONS
-from terracekv.bench.figures import median, note, report
+from terracekv.bench.figures import break_even_tokens, median, note, report
 from terracekv.bench.models import MODELS
 from terracekv.bench.served import Served, served
 from terracekv.bench.small_model import NAME
@@ -46,11 +46,14 @@ class Bench:
         self.second = [f"{document}\n\n{QUESTIONS[1]}" for document in documents]
         self.texts: dict[str, str] = {}
         self.cold_s = 0.0
+        self.tokens = 0
+        """Of a prompt."""
 
     def ask(self, server: Server, prompt: str, hit: bool) -> float:
         """Seconds to the first token of an answer that must be the one that was given before."""
         reply = server.ask(prompt)
         assert self.texts.setdefault(prompt, reply.text) == reply.text, "another answer"
+        self.tokens = reply.prompt_tokens
         missing = reply.prompt_tokens - reply.cached_tokens
         assert hit == (missing <= HEADROOM_TOKENS), f"{missing} tokens computed"
         return reply.ttft_s
@@ -79,6 +82,7 @@ class Bench:
         middle = median(times)
         self.cold_s = self.cold_s or middle
         ratio = median([a / b for a, b in zip(times, own, strict=True)]) if own else None
+        more = {"break_even_tokens": break_even_tokens(self.cold_s, median(own), middle, self.tokens)} if own else {}
         report(
             name,
             middle * 1e3,
@@ -88,6 +92,7 @@ class Bench:
             len(times),
             ratio=ratio,
             of_cold=round(middle / self.cold_s, 4),
+            **more,
         )
         return ratio or 0.0
 
