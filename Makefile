@@ -28,7 +28,7 @@ WITH_VLLM = $(sort $(wildcard tests/e2e/test_vllm_*.py))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-cluster serve test test-s3 e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
+.PHONY: help demo demo-cluster serve test test-long test-s3 e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,8 +42,11 @@ demo-cluster: $(VENV)/cluster.stamp  ## two nodes and one bucket: a node that ne
 serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--set host.size=2GiB")
 	$(BIN)/terracekv serve $(ARGS)
 
-test: $(VENV)/dev.stamp  ## all tests that need no model (ARGS="-k arena")
-	$(BIN)/pytest -m "not s3 and not gpu" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+test: $(VENV)/dev.stamp  ## all tests that need no model, but the long ones (ARGS="-k arena")
+	$(BIN)/pytest -m "not s3 and not gpu and not long" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+
+test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, and a soak
+	$(BIN)/pytest -m "long and not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
 
 test-s3: $(VENV)/dev.stamp  ## the tests with a real S3 server, SeaweedFS
 	$(BIN)/pytest -m s3 $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)

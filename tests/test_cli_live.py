@@ -124,6 +124,7 @@ def test_serve_refuses_what_does_not_fit_in_one_line(shell: Shell) -> None:
     assert done.returncode == 1 and "the largest host.size that fits" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.fault(117)
 def test_a_stopped_daemon_is_told_from_none(shell: Shell) -> None:
     process = shell.serve()

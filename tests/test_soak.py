@@ -14,6 +14,7 @@ READS = 10_000
 CHAINS = 48
 
 
+@pytest.mark.long
 @pytest.mark.fault(3)
 @pytest.mark.fault(6)
 @pytest.mark.timeout(300)

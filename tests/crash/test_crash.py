@@ -18,6 +18,7 @@ START_S_MAX = 5.0
 BLOCKS = 200
 
 
+@pytest.mark.long
 @pytest.mark.timeout(60 + 30 * ROUNDS)
 @pytest.mark.fault(49)
 @pytest.mark.fault(54)
@@ -34,6 +35,7 @@ def test_killed_at_every_named_line_and_at_random_it_keeps_what_was_durable(
     assert max(summary.starts_s) < START_S_MAX
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.fault(11)
 def test_killed_while_it_evicts_it_serves_right_bytes_or_none(
