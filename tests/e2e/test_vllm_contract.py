@@ -111,7 +111,9 @@ def connector(role: KVConnectorRole, **options: Any) -> TerraceConnector:
         kv_connector_extra_config=options, kv_load_failure_policy="recompute", is_kv_consumer=True, is_kv_producer=True
     )
     config = SimpleNamespace(kv_transfer_config=transfer, speculative_config=None)
-    return TerraceConnector(config, role, SimpleNamespace(kv_cache_groups=[object()]))
+    return TerraceConnector(
+        config, role, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32))])
+    )
 
 
 class Broken:
