@@ -51,6 +51,8 @@ class Daemon(Struct, frozen=True, forbid_unknown_fields=True):
     queue: SizeOrAuto = None
     drain_s: Seconds = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    stuck_s: Seconds = 10.0
 
 
 class Host(Struct, frozen=True, forbid_unknown_fields=True):

@@ -132,8 +132,12 @@ class Alive(Struct):
 
 
 class Ready(Struct):
+    """``degraded`` names tiers that stand still: requests are served without them, so it is no reason not to be
+    ready."""
+
     ready: bool
     reasons: list[str]
+    degraded: list[str]
 
 
 class ErrorBody(Struct):

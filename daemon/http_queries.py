@@ -1,15 +1,17 @@
 """Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, events.
 
 Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
-``http_messages``, ``store`` and ``tiers``.
+``http_messages``, ``store``, ``tasks`` and ``tiers``.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from terracekv.daemon import tasks
 from terracekv.daemon.http_blocks import find_namespace
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
@@ -38,6 +40,7 @@ from terracekv.tiers.tier import Miss
 
 INLINE_BYTES = 16 << 10
 """Tokens and keys of a request up to this size are worked out on the event loop, more of them in a worker."""
+WORK_S_MAX = 30.0
 PIN_S_MAX = 60.0
 HEARTBEAT_S = 15.0
 LISTENERS_MAX = 64
@@ -139,8 +142,8 @@ class Queries:
         if self.closing.is_set() or request.transport is None:
             ended.set()
         stream = self._store.events.listen(after)
-        closing = asyncio.ensure_future(ended.wait())
-        coming = asyncio.ensure_future(anext(stream))
+        closing = tasks.begin(_wait(ended), "events-end")
+        coming = tasks.begin(_next(stream), "events-next")
         try:
             await response.prepare(request)
             await _send(response, b": connected\n\n")
@@ -148,7 +151,7 @@ class Queries:
                 await asyncio.wait((coming, closing), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 if coming.done():
                     event = coming.result()
-                    coming = asyncio.ensure_future(anext(stream))
+                    coming = tasks.begin(_next(stream), "events-next")
                     body = msgspec.json.encode(event)
                     await _send(
                         response, b"id: %d\nevent: %b\ndata: %b\n\n" % (event["seq"], event["event"].encode(), body)
@@ -214,7 +217,7 @@ class Queries:
                 return error  # raised where it is answered: a worker that raises has failed
 
         size = 64 * len(listed) if tokens is None else len(tokens)
-        keys = work() if size <= INLINE_BYTES else await self._store.mover.load(work)
+        keys = work() if size <= INLINE_BYTES else await self._store.mover.ask(work, WORK_S_MAX, "host")
         if isinstance(keys, BadRequest):
             raise keys
         return keys
@@ -236,6 +239,14 @@ def _after(request: web.BaseRequest) -> int | None:
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise BadRequest(f"after: {text[:40]!r} is not the number of an event", "leave it out to hear of what is new")
     return int(text)
+
+
+async def _wait(ended: asyncio.Event) -> None:
+    await ended.wait()
+
+
+async def _next(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return await anext(stream)
 
 
 async def _send(response: web.StreamResponse, data: bytes) -> None:

@@ -158,7 +158,9 @@ class Scout:
             if not self._caller.call(lambda: bucket.renew(about.key, deadline), deadline):
                 return None
         except NotOffered:
-            bucket.warn_once("s3: objects cannot be copied here, so blocks age out however often they are read")
+            bucket.warn_once(
+                "TKV-S3-NOT-OFFERED", "s3: objects cannot be copied here, so blocks age out however often they are read"
+            )
             self.note_age(namespace, id, 0.0)
             return False
         self.note_age(namespace, id, 0.0)

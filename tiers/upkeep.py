@@ -4,20 +4,20 @@ Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threa
 ``catalog``, ``codec_id``, ``entry``, ``errors``, ``namespace``, ``segment``, ``shelf`` and ``tier``.
 """
 
-import logging
 from collections.abc import Sequence
 
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.codec_id import known
 from terracekv.tiers.entry import Entry, Place
-from terracekv.tiers.errors import TierFull
+from terracekv.tiers.errors import TierFull, event_and_advice
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.segment import Record
 from terracekv.tiers.shelf import Segment, Shelf
 
 _BATCH = 1024
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 
 class Rebuild:
@@ -52,10 +52,11 @@ class Rebuild:
                 try:
                     self._adopt(segment)
                 except TierFull as full:
-                    log.warning("older blocks are not listed: %s", full)
+                    journal.warning(full.event, f"older blocks are not listed: {full}", tier="disk")
                     self._unscanned = [segment]
                 except OSError as error:
-                    log.warning("segment %d cannot be read: %s", segment.number, error)
+                    text = f"segment {segment.number} cannot be read: {error}"
+                    journal.warning(event_and_advice(error)[0], text, tier="disk")
                 finally:
                     self._shelf.unpin(segment)
             self._unscanned.pop(0)
