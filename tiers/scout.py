@@ -42,7 +42,7 @@ class Scout:
         self._young = PresenceTable(settings.presence_entries if settings.ttl_s else 8)
         """Objects that need no new date yet."""
         self._stripes = [Stripe() for _ in range(_STRIPES)]
-        self._threads = ThreadPoolExecutor(settings.head_workers, thread_name_prefix="terracekv-s3-head")
+        self._threads = ThreadPoolExecutor(settings.head_workers, thread_name_prefix="head-s3")
         self._lock = threading.Lock()
         self.heads = 0
         self.redated = 0
