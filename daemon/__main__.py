@@ -54,6 +54,7 @@ def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
     to_stderr(config.daemon.log_level.upper(), config.daemon.log_format)
     started = time.monotonic()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the watchdog answers to it
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
     try:

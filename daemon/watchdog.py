@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from typing import Any
 
 from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.tiers.journal import Journal
@@ -91,9 +93,12 @@ def stacks(loop: asyncio.AbstractEventLoop) -> str:
         lines = traceback.format_stack(frame)[-STACK_LINES_MAX:]
         parts.append(f"thread {names.get(ident, ident)}:\n{''.join(lines)}")
     for task in sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()):
-        where = "".join(
-            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
-            for frame in task.get_stack(limit=STACK_LINES_MAX)
-        )
-        parts.append(f"task {task.get_name()}:\n{where}")
+        parts.append(f"task {task.get_name()}:\n{''.join(_frames(task.get_coro()))}")
     return "\n".join(parts)
+
+
+def _frames(waiting: Any) -> Iterator[str]:
+    """From a task's own coroutine to the one that really waits."""
+    while (frame := getattr(waiting, "cr_frame", None)) is not None:
+        yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_name}\n'
+        waiting = waiting.cr_await
