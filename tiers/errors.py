@@ -139,5 +139,5 @@ _OF_MEDIUM = {
 def event_and_advice(error: Exception) -> tuple[str, str]:
     """Under which id an error of a tier is spoken of, and what to do about it."""
     if isinstance(error, TerraceError):
-        return error.event, error.hint or "see docs/errors.md"
+        return error.event, error.hint or f"see {error.event} in docs/errors.md"
     return _OF_MEDIUM.get(error.errno or 0, _IO) if isinstance(error, OSError) else _IO
