@@ -36,6 +36,8 @@ from terracekv.daemon.http_messages import (
     Ready,
     Stored,
     Unpin,
+    Verified,
+    Verify,
     failure,
     no_room,
     reply,
@@ -267,6 +269,7 @@ class HttpDoor:
             Route("POST", "/v1/pin", queries.pin, "Keep a chain in host for a while", {200: Done}, Pin),
             Route("POST", "/v1/unpin", queries.unpin, "Let go of a pinned chain", {200: Done}, Unpin),
             Route("POST", "/v1/flush", queries.flush, "Forget a namespace's blocks", {200: Done}, Flush),
+            Route("POST", "/v1/verify", queries.verify, "Check stored blocks", {200: Verified}, Verify),
             Route("GET", "/v1/status", self._status, "All that the daemon knows about itself", {200: dict}),
             Route("GET", "/v1/namespaces", self._namespaces, "All namespaces", {200: dict}),
             Route(

@@ -5,7 +5,9 @@ Owns the listeners of the event stream. Called by ``http_door`` on the event loo
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,12 +29,15 @@ from terracekv.daemon.http_messages import (
     Problem,
     Reach,
     Unpin,
+    Verified,
+    Verify,
     parse_key,
     parse_tokens,
     reply,
     tokens_of,
 )
 from terracekv.daemon.store import Store
+from terracekv.tiers.audit import Audit
 from terracekv.tiers.block import block_id, block_keys
 from terracekv.tiers.errors import BadRequest, NotFound
 from terracekv.tiers.namespace import Namespace
@@ -41,6 +46,7 @@ from terracekv.tiers.tier import Miss
 INLINE_BYTES = 16 << 10
 """Tokens and keys of a request up to this size are worked out on the event loop, more of them in a worker."""
 WORK_S_MAX = 30.0
+AUDIT_S_MAX = 60.0
 PIN_S_MAX = 60.0
 HEARTBEAT_S = 15.0
 LISTENERS_MAX = 64
@@ -129,6 +135,25 @@ class Queries:
             skipped["leased"] = int(self._store.host.status().details["doomed_blocks"] or 0)
         done = {tier: {"dropped": blocks} for tier, blocks in flushed.dropped.items()}
         return reply(request, Done(namespace.id.hex(), None, done, skipped | flushed.skipped))
+
+    async def verify(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Check a bounded number of blocks of one tier, in its own workers; the caller asks again for the next."""
+        wanted = await self._bodies.read(request, Verify)
+        store = self._store
+        audits: dict[str, Callable[[str | None], Audit]] = {"host": store.host.audit}
+        movers = {"host": store.mover} | {lower.name: lower.mover for lower in store.sources}
+        if store.near is not None:
+            audits["gpu"] = store.near.gpu.audit
+        if store.disk is not None:
+            audits["disk"] = store.disk.audit
+        if wanted.tier not in audits:
+            hint = f"tiers that the daemon checks: {', '.join(audits)}; a bucket is checked by terracekv s3 verify"
+            raise BadRequest(f"no tier {wanted.tier!r} to check", hint)
+        if (stuck := next((lower.stuck for lower in store.sources if lower.name == wanted.tier), None)) is not None:
+            raise stuck
+        work = partial(audits[wanted.tier], wanted.after)
+        found = await movers[wanted.tier].ask(work, AUDIT_S_MAX, f"the {wanted.tier} tier")
+        return reply(request, Verified(wanted.tier, **asdict(found)))
 
     async def events(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Server-sent events until the client, or the daemon, goes away."""

@@ -1,9 +1,9 @@
 """The disk tier: a log of segments, with the catalog as its index.
 
 Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file. Called by the daemon's worker threads;
-``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``coder``, ``disk_record``, ``entry``,
-``errors``, ``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and
-``upkeep``.
+``leading`` and ``status`` also on its event loop. Imports ``audit``, ``catalog``, ``coder``, ``disk_record``,
+``entry``, ``errors``, ``failpoint``, ``folder``, ``journal``, ``ledger``, ``namespace``, ``rolling``, ``segment``,
+``shelf``, ``tier`` and ``upkeep``.
 
 A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
 there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terracekv.tiers import upkeep
+from terracekv.tiers.audit import Audit
 from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog
 from terracekv.tiers.coder import Stored
 from terracekv.tiers.disk_record import DiskRecords
@@ -245,6 +246,15 @@ class DiskTier:
                 **self._records.report(),
             },
         )
+
+    def audit(self, after: str | None) -> Audit:
+        """Read some of the blocks that are listed, in the order of their ids, and check each against its record and its
+        entry; wrong ones are forgotten. For a worker thread; does not count as a use of them."""
+        start = bytes.fromhex(after or "")
+        found, wrong = upkeep.audit(self._catalog, self._shelf, self._records, self._namespaces, start)
+        for id, place, why in wrong:
+            self._quarantine(id, place, why)
+        return found
 
     def sync(self) -> None:
         """Make everything put so far survive a loss of power. OSError or TierDown when the medium cannot."""
