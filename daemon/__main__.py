@@ -135,7 +135,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         thread.join(1.0)
     verdict = _verdict(probing)
     if not ended:
-        text = f"{'; '.join(heart.degraded) or 'a worker'}: it is not waited for; the next start adopts what there is"
+        text = f"{'; '.join(heart.standing) or 'a worker'}: it is not waited for; the next start adopts what there is"
         journal.warning("TKV-STUCK-AT-EXIT", text)
         sys.stderr.flush()
         os._exit(verdict)  # what is stuck holds its tier: closing that would hang as well

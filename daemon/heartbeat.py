@@ -76,6 +76,12 @@ class Heartbeat:
 
     @property
     def degraded(self) -> list[str]:
-        """Which tiers stand still, in words: the daemon serves without them."""
+        """Which tiers stand still or are down, in words: the daemon serves without them."""
+        down = [tier.status() for tier in self._tiers if tier.stuck is None and not tier.up]
+        return self.standing + [f"{status.name}: {status.mode}: {status.last_error}" for status in down]
+
+    @property
+    def standing(self) -> list[str]:
+        """Only those that stand still."""
         stuck = {tier.name: tier.stuck for tier in self._tiers if tier.stuck is not None}
         return [f"{name}: {why.message}" for name, why in {**stuck, **self._standing}.items()]

@@ -150,8 +150,8 @@ class Alive(Struct):
 
 
 class Ready(Struct):
-    """``degraded`` names tiers that stand still: requests are served without them, so it is no reason not to be
-    ready."""
+    """``degraded`` names tiers that stand still or are down: requests are served without them, so that is no reason
+    not to be ready."""
 
     ready: bool
     reasons: list[str]

@@ -211,7 +211,7 @@ class Metrics(Collector):
         yield _gauge(
             "stuck_tiers",
             "Tiers that are left out because a call of theirs does not come back.",
-            len(self._heart.degraded),
+            len(self._heart.standing),
         )
         yield CounterMetricFamily(
             P + "task_failures", "Tasks, or steps of them, that ended by an error.", value=sum(tasks.failures.values())

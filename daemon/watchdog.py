@@ -74,7 +74,7 @@ class Watchdog:
             elif self._was_stuck and not stuck:
                 journal.info("TKV-LOOP-BACK", "the event loop moves again")
             self._was_stuck = stuck
-            self._write_once("the event loop does not move" if stuck else "; ".join(self._heart.degraded))
+            self._write_once("the event loop does not move" if stuck else "; ".join(self._heart.standing))
 
     def _write_once(self, why: str) -> None:
         """Stacks of each trouble once, however long it lasts, and not too often."""
