@@ -7,45 +7,54 @@ Owns the process: signals, threads that are not the mover's, and the order of st
 import argparse
 import asyncio
 import gc
-import logging
+import os
 import signal
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
 
-from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey
+from terracekv.daemon import tasks
+from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey, version
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
+from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_door import HttpDoor
+from terracekv.daemon.logs import to_stderr
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.near import Near
 from terracekv.daemon.own_socket import nobody_listens
 from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.store import Store
+from terracekv.daemon.watchdog import Watchdog
 from terracekv.tiers import failpoint
-from terracekv.tiers.errors import ConfigError, TerraceError
+from terracekv.tiers.errors import ConfigError, TerraceError, TierStuck
 from terracekv.tiers.heat import BusShare, Heat
+from terracekv.tiers.journal import Journal
+from terracekv.tiers.steady import Steady
 
 if TYPE_CHECKING:
     from terracekv.tiers.s3 import S3Tier
 
-log = logging.getLogger("terracekv.daemon")
+journal = Journal("terracekv.daemon")
 
 SWITCH_S = 1e-4
 """How long a thread may hold the interpreter while another waits: a lookup should not wait for a worker."""
 HOUSEKEEPING_S = 1.0
+END_S = 20.0
+"""At the end a worker may take so long with what it does: longer than a server that hangs keeps one of the bucket's."""
 PROBE_S = 1.0
 """The doors open after so long even if the bucket has not answered yet."""
 
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
-    _log_to_stderr(config.daemon.log_level.upper())
+    to_stderr(config.daemon.log_level.upper(), config.daemon.log_format)
     started = time.monotonic()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the watchdog answers to it
     sys.setswitchinterval(SWITCH_S)
     failpoint.arm(config.failpoints)
     try:
@@ -53,7 +62,7 @@ def run(config: Config) -> int:
         nobody_listens(config.daemon.runtime_dir / "engine.sock")
         room = survey(config)
         config = resolve(config, room)
-        log.info("%s", summary(config, room))
+        journal.info("TKV-START", summary(config, room), version=version())
         tiers = open_tiers(config)
     except (TerraceError, OSError) as error:
         print(f"terracekv: {error}", file=sys.stderr)
@@ -67,33 +76,14 @@ def run(config: Config) -> int:
         tiers.close()
 
 
-def _log_to_stderr(level: str) -> None:
-    """Libraries never below INFO: what they tell a debugger has signatures and session tokens in it."""
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=level, format=line, stream=sys.stderr)
-    logging.getLogger().setLevel(max(logging.INFO, logging.getLogger().level))
-    logging.getLogger("terracekv").setLevel(level)
-
-
 async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    assert config.daemon.queue is not None
-    mover = Mover(threads=config.daemon.io_threads, queue_bytes=config.daemon.queue)
+    tasks.hear(loop)
     background = _background(tiers)
-    far = _distant(config, tiers)
-    movers = [mover, far.mover] if far is not None else [mover]
-    store = Store(
-        namespaces=tiers.namespaces,
-        host=tiers.host,
-        disk=tiers.disk,
-        mover=mover,
-        admission=config.disk.admission,
-        far=far,
-        near=_near(config, tiers, mover),
-    )
+    store, movers = _store(config, tiers)
     engine = EngineDoor(
         config.daemon.runtime_dir / "engine.sock",
         store=store,
@@ -102,7 +92,9 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         secret=tiers.secret,
         gpus=tiers.gpus,
     )
-    http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus)
+    heart = Heartbeat(store)
+    http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus, heart=heart)
+    watchdog = Watchdog(heart)
     probing = None
     try:
         if tiers.s3 is not None:
@@ -110,23 +102,22 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         await engine.listen()
         await http.listen()
     except BaseException:
-        await _end_distant(tiers, store)
-        for each in movers:
-            each.close()
+        await _end(tiers, store, movers)
         raise
     for thread in background:
         thread.start()
-    keeper = loop.create_task(_keep_house(store, engine, http))
+    watchdog.start()
+    work = tasks.keep(lambda: _keep_house(store, engine, http), "housekeeper", HOUSEKEEPING_S)
+    keeper = tasks.begin(work, "housekeeper")
     gc.collect()
     gc.freeze()  # what lives from here on is small; what was loaded need not be looked at again and again
     doors = " and ".join(filter(None, (str(engine.path), str(http.path), config.daemon.http)))
-    log.info("ready after %.0f ms: %s", (time.monotonic() - started) * 1e3, doors)
-    if tiers.arena.filesystem != "tmpfs":
-        log.warning(
-            "%s is %s, not tmpfs: the host tier is no faster than that", engine.path.parent, tiers.arena.filesystem
-        )
+    journal.info("TKV-READY", f"ready after {(time.monotonic() - started) * 1e3:.0f} ms: {doors}", pid=os.getpid())
+    if (filesystem := tiers.arena.filesystem) != "tmpfs":
+        text = f"{engine.path.parent} is {filesystem}, not tmpfs: the host tier is no faster than that"
+        journal.warning("TKV-NOT-TMPFS", text)
     await stop.wait()
-    log.info("stopping: taking no more work")
+    journal.info("TKV-STOPPING", "stopping: taking no more work")
     keeper.cancel()  # the doors' files are gone from now on because we remove them
     until = loop.time() + config.daemon.drain_s
     await asyncio.gather(engine.close(config.daemon.drain_s), http.close(config.daemon.drain_s))
@@ -134,23 +125,51 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         await asyncio.wait_for(asyncio.gather(*(each.drain() for each in movers)), max(0.1, until - loop.time()))
     except TimeoutError:
         left = sum(each.queue_bytes for each in movers)
-        log.warning("%d bytes of write-through were not written within daemon.drain_s: they are cut off", left)
+        text = f"{left} bytes of write-through were not written within daemon.drain_s: they are cut off"
+        journal.warning("TKV-CUT-OFF", text, bytes=left)
     tiers.arena.stop()
     await store.forgetting.close()
-    await _end_distant(tiers, store)
-    for each in movers:
-        each.close()
+    watchdog.stop()
+    ended = await _end(tiers, store, movers)
     for thread in background:
         thread.join(1.0)
-    log.info("stopped; the arena stays warm in %s", config.daemon.runtime_dir)
-    return _verdict(probing)
+    verdict = _verdict(probing)
+    if not ended:
+        text = f"{'; '.join(heart.standing) or 'a worker'}: it is not waited for; the next start adopts what there is"
+        journal.warning("TKV-STUCK-AT-EXIT", text)
+        sys.stderr.flush()
+        os._exit(verdict)  # what is stuck holds its tier: closing that would hang as well
+    journal.info("TKV-STOPPED", f"stopped; the arena stays warm in {config.daemon.runtime_dir}")
+    return verdict
 
 
-def _background(tiers: Tiers) -> list[threading.Thread]:
+def _store(config: Config, tiers: Tiers) -> tuple[Store, list[Mover]]:
+    """The tiers as one, and a mover for each thing that may hang, so that nothing else hangs with it."""
+    assert config.daemon.queue is not None
+    threads, stuck_s = config.daemon.io_threads, config.daemon.stuck_s
+    host = Mover(threads=threads, queue_bytes=1, name="host", stuck_s=stuck_s)
+    disk = Mover(threads=threads, queue_bytes=config.daemon.queue, name="disk", stuck_s=stuck_s)
+    state = Mover(threads=1, queue_bytes=1, name="state", stuck_s=stuck_s)
+    near, far = _near(config, tiers), _distant(config, tiers)
+    store = Store(
+        namespaces=tiers.namespaces,
+        host=tiers.host,
+        disk=tiers.disk,
+        mover=host,
+        disk_mover=disk,
+        state_mover=state,
+        admission=config.disk.admission,
+        far=far,
+        near=near,
+    )
+    return store, [host, disk, state, *(lower.mover for lower in (near, far) if lower is not None)]
+
+
+def _background(tiers: Tiers) -> list[Steady]:
     """Work of the start that nobody waits for, not begun yet."""
-    threads = [threading.Thread(target=_prepare, args=(tiers,), name="arena-prepare", daemon=True)]
+    threads = [Steady("arena-prepare", partial(_prepare, tiers))]
     if tiers.disk is not None and tiers.disk.rebuilding:
-        threads.append(threading.Thread(target=tiers.disk.rebuild, name="disk-rebuild", daemon=True))
+        threads.append(Steady("disk-rebuild", tiers.disk.rebuild))
     return threads
 
 
@@ -162,10 +181,12 @@ def _prepare(tiers: Tiers) -> None:
         tiers.gpus.tier.pin()
 
 
-def _near(config: Config, tiers: Tiers, mover: Mover) -> Near | None:
+def _near(config: Config, tiers: Tiers) -> Near | None:
     """The gpu tier with what makes blocks go up, if it was opened."""
     if tiers.gpus.tier is None:
         return None
+    assert config.daemon.queue is not None
+    mover = Mover(threads=2, queue_bytes=config.daemon.queue, name="gpu", stuck_s=config.daemon.stuck_s)
     return Near(
         tiers.gpus.tier,
         namespaces=tiers.namespaces,
@@ -181,7 +202,8 @@ def _distant(config: Config, tiers: Tiers) -> Distant | None:
     if tiers.s3 is None:
         return None
     assert config.s3.queue is not None
-    mover = Mover(threads=config.s3.threads + 1, queue_bytes=config.s3.queue)
+    stuck_s = config.s3.timeout + config.s3.read_timeout + config.daemon.stuck_s  # it has deadlines of its own
+    mover = Mover(threads=config.s3.threads + 1, queue_bytes=config.s3.queue, name="s3", stuck_s=stuck_s)
     rate = config.s3.prefill_tokens_per_s
     return Distant(tiers.s3, mover, admission=config.s3.admission, prefill_tokens_per_s=rate)
 
@@ -198,7 +220,7 @@ async def _probe(tier: "S3Tier", mover: Mover, stop: asyncio.Event) -> "asyncio.
 
     def came(done: "asyncio.Future[ConfigError | bool]") -> None:
         if not done.cancelled() and done.exception() is None and isinstance(done.result(), ConfigError):
-            log.error("the bucket cannot be used: %s", done.result())
+            journal.error(ConfigError("").event, f"the bucket cannot be used: {done.result()}")
             stop.set()
 
     probing = mover.load(work)
@@ -216,26 +238,29 @@ def _verdict(probing: "asyncio.Future[ConfigError | bool] | None") -> int:
     return int(isinstance(probing.result(), ConfigError))
 
 
-async def _end_distant(tiers: Tiers, store: Store) -> None:
-    """Closing the tier cuts off what its workers still have to do."""
+async def _end(tiers: Tiers, store: Store, movers: list[Mover]) -> bool:
+    """End the workers; closing the bucket cuts off what those of it still have to do. Whether all have ended."""
+    ended = True
     if tiers.s3 is not None and store.far is not None:
-        await store.mover.load(tiers.s3.close)
-        store.far.close()
+        try:
+            await store.mover.ask(tiers.s3.close, END_S, "the bucket's last answer")
+        except TierStuck as stuck:
+            journal.warning(stuck.event, str(stuck), tier="s3")
+            ended = False
+        ended &= store.far.close(END_S)
+    for mover in movers:
+        ended &= mover.close(END_S if not mover.stalled_s else 0.0)
+    return ended
 
 
 async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor) -> None:
     """What must happen now and then without anybody asking."""
-    while True:
-        await asyncio.sleep(HOUSEKEEPING_S)
-        try:
-            await store.keep_house()
-            gone = engine.missing()
-            if gone and "engine door" not in http.not_ready:
-                reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"
-                http.not_ready["engine door"] = reason
-                log.error("%s", reason)
-        except Exception:
-            log.exception("housekeeping failed")
+    await store.keep_house()
+    gone = engine.missing()
+    if gone and "engine door" not in http.not_ready:
+        reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"
+        http.not_ready["engine door"] = reason
+        journal.error("TKV-FILES-GONE", reason)
 
 
 def main() -> int:

@@ -7,12 +7,13 @@ keeps nobody else waiting.
 
 import asyncio
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from terracekv.daemon.mover import Meter, Mover
+from terracekv.tiers.errors import TierStuck
 from terracekv.tiers.namespace import Namespace
-from terracekv.tiers.tier import Tier
+from terracekv.tiers.tier import Tier, TierStatus
 
 DISK_BYTES_PER_S = 1e9
 """Assumed until measured."""
@@ -59,6 +60,9 @@ class Lower:
         self.write = Meter(bytes_per_s)
         self.flow = Flow()
         self._latency_s = latency_s
+        self.stuck: TierStuck | None = None
+        """Set while a call of the tier does not come back: nobody asks it anything then. See ``heartbeat``."""
+        self._status = tier.status()
 
     @property
     def latency_s(self) -> float:
@@ -68,20 +72,58 @@ class Lower:
     @property
     def up(self) -> bool:
         """Whether blocks can be had from it now."""
-        return self.tier.status().mode != "down"
+        return self.status().mode not in ("down", "stuck")
 
     @property
     def writable(self) -> bool:
         """Whether a write makes sense now."""
-        return True
+        return self.stuck is None
+
+    @property
+    def stalled_s(self) -> float:
+        """How old the oldest call is that should have come back."""
+        return self.mover.stalled_s
+
+    def stalled(self, seconds: float) -> None:
+        """The heartbeat's finding: for how long a call has been overdue; 0 when none is."""
+        if not seconds:
+            self.stuck = None
+        elif self.stuck is None:
+            self.stuck = TierStuck(
+                f"a call has not come back for {seconds:.0f} s",
+                f"the {self.name} tier is left out until it does, and then used again: see what it stands on (dmesg, "
+                "mounts, the network), and the stacks in the daemon's log",
+            )
+
+    def shed(self, why: TierStuck) -> int:
+        """Let go of what waits for the tier and need not; how much."""
+        return self.mover.shed(why)
+
+    def status(self) -> TierStatus:
+        """As the tier's, or what it last said while it is stuck: then even that question might hang."""
+        if self.stuck is None:
+            self._status = self.tier.status()
+            return self._status
+        return replace(
+            self._status,
+            mode="stuck",
+            last_error=self.stuck.message,
+            last_error_at=None,
+            last_event=self.stuck.event,
+            advice=self.stuck.hint,
+        )
+
+    def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """See ``Tier.leading``; a stuck tier has nothing."""
+        return 0 if self.stuck is not None else self.tier.leading(namespace, ids)
 
     def has(self, namespace: Namespace, id: bytes) -> bool:
         """Whether the tier has a block, as far as can be told without asking anybody."""
-        return self.tier.leading(namespace, [id]) == 1
+        return self.leading(namespace, [id]) == 1
 
     def load(self, size_bytes: int, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Run a read of so many bytes in a worker, before all writes."""
-        return self.mover.load(work)
+        return self.mover.load(work, shed=True)
 
 
 def places(
@@ -96,7 +138,7 @@ def places(
             continue
         rest = ids[len(found) :]
         for depth, lower in enumerate(below):
-            count = lower.tier.leading(namespace, rest)
+            count = lower.leading(namespace, rest)
             if count:
                 above = below[:depth]
                 if above:  # what is here in a row may in part be had from above

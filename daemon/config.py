@@ -51,6 +51,8 @@ class Daemon(Struct, frozen=True, forbid_unknown_fields=True):
     queue: SizeOrAuto = None
     drain_s: Seconds = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
+    stuck_s: Seconds = 10.0
 
 
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,9 +190,7 @@ def resolve(config: Config, room: Budget) -> Config:
             host_size, why = room.arena_size, "that of the arena found"
         sources["host.size"] = f"auto: {why}"
     if slab is None:
-        slab = min(
-            host_size // PAGE * PAGE, max(SLAB_AUTO_MIN, min(SLAB_AUTO_MAX, host_size // 16 // SLAB_STEP * SLAB_STEP))
-        )
+        slab = slab_of(host_size)
         sources["host.slab"] = "auto: a sixteenth of host.size, 16MiB to 256MiB"
     if slab > host_size:
         raise ConfigError(f"host.slab is {show(slab)}, more than host.size {show(host_size)}", "lower host.slab")
@@ -221,6 +221,12 @@ def resolve(config: Config, room: Budget) -> Config:
         s3=replace(config.s3, queue=s3_queue),
         sources=sources,
     )
+
+
+def slab_of(host_size: int) -> int:
+    """What ``host.slab`` comes to under auto."""
+    sixteenth = host_size // 16 // SLAB_STEP * SLAB_STEP
+    return min(host_size // PAGE * PAGE, max(SLAB_AUTO_MIN, min(SLAB_AUTO_MAX, sixteenth)))
 
 
 def read_token(config: Config) -> str | None:

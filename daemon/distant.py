@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from terracekv.daemon.below import Lower
 from terracekv.daemon.lane import Lane
-from terracekv.daemon.mover import Mover
+from terracekv.daemon.mover import Mover, heard
 from terracekv.tiers.breaker import State
-from terracekv.tiers.errors import TierDown
+from terracekv.tiers.errors import TierDown, TierStuck
 from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.worth import Worth
@@ -55,9 +55,9 @@ class Distant(Lower):
         super().__init__(tier, mover, admission=admission, bytes_per_s=S3_BYTES_PER_S, latency_s=S3_LATENCY_S)
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._worth: dict[bytes, Worth] = {}
-        self._asker = Mover(threads=ASKERS, queue_bytes=1)
-        self.tells: Lane[TierDown | None] = Lane(self._tell)
-        self.sweeps: Lane[tuple[int, TierDown | None]] = Lane(tier.sweep)
+        self._asker = Mover(threads=ASKERS, queue_bytes=1, name="ask-s3", stuck_s=mover.stuck_s)
+        self.tells: Lane[TierDown | None] = Lane(self._tell, "tell-s3")
+        self.sweeps: Lane[tuple[int, TierDown | None]] = Lane(tier.sweep, "sweep-s3")
         self._questions: dict[tuple[int, bytes], asyncio.Future[int]] = {}
         self._waiting: deque[tuple[int, Callable[[], Any], asyncio.Future[Any]]] = deque()
         self._reading = 0
@@ -72,11 +72,15 @@ class Distant(Lower):
 
     @property
     def latency_s(self) -> float:
-        return float(self.tier.status().details["rtt_s"] or self._latency_s)
+        return float(self.status().details["rtt_s"] or self._latency_s)
 
     @property
     def up(self) -> bool:
-        return self.tier.breaker.state is State.CLOSED
+        return self.stuck is None and self.tier.breaker.state is State.CLOSED
+
+    @property
+    def stalled_s(self) -> float:
+        return max(self.mover.stalled_s, self._asker.stalled_s)
 
     @property
     def writable(self) -> bool:
@@ -84,6 +88,8 @@ class Distant(Lower):
 
     def has(self, namespace: Namespace, id: bytes) -> bool:
         """Whether the bucket is known to have it, or had it when this daemon stored it and nothing else is known."""
+        if self.stuck is not None:
+            return False
         known = self.tier.knows(namespace, id)
         return id in self._written if known is None else known
 
@@ -145,6 +151,13 @@ class Distant(Lower):
         self._pump()
         return outer
 
+    def shed(self, why: TierStuck) -> int:
+        waiting, self._waiting = self._waiting, deque()
+        for _, _, outer in waiting:
+            if not outer.done():
+                outer.set_exception(why)
+        return len(waiting) + super().shed(why)
+
     def redate(self, namespace: Namespace, chain: Sequence[bytes]) -> None:
         """A chain was read: its objects live on. At most once a minute for a chain, and behind all else."""
         if not chain or not self.tier.settings.ttl_s or not self.writable:
@@ -155,7 +168,7 @@ class Distant(Lower):
         ids = list(chain)
         job = self.mover.store(1, lambda: self.tier.redate(namespace, ids))
         if job is not None:
-            job.add_done_callback(_heard)
+            job.add_done_callback(heard)
             self._redated[last] = now
             self._redated.move_to_end(last)
             if len(self._redated) > REDATED_MAX:
@@ -181,14 +194,15 @@ class Distant(Lower):
         lanes = self.tells.turns + self.sweeps.turns
         return not (self._questions or self._waiting or self._reading or self.mover.queue_bytes or lanes)
 
-    def close(self) -> None:
-        """End the threads; questions that nobody has begun to ask are dropped. The tier is closed before."""
+    def close(self, wait_s: float | None = None) -> bool:
+        """End the threads; questions that nobody has begun to ask are dropped. The tier is closed before. False when
+        one has not ended within ``wait_s``."""
         self._closed = True
-        for threads in (self._asker, self.tells, self.sweeps):
-            threads.close()
+        ended = [threads.close(wait_s) for threads in (self._asker, self.tells, self.sweeps)]
         for _, _, outer in self._waiting:
             outer.cancel()
         self._waiting.clear()
+        return all(ended)
 
     def _tell(self, namespace: Namespace) -> TierDown | None:
         """Tell the bucket of a flush; the error, when it did not hear."""
@@ -207,13 +221,13 @@ class Distant(Lower):
 
     def _answered(self, first: tuple[int, bytes], done: "asyncio.Future[int]") -> None:
         del self._questions[first]
-        _heard(done)
+        heard(done)
 
     def _pump(self) -> None:
         while self._waiting and self._reading < self.window(self._waiting[0][0]) and not self._closed:
             _, work, outer = self._waiting.popleft()
             self._reading += 1
-            self.mover.load(work).add_done_callback(partial(self._came, outer))
+            self.mover.load(work, shed=True).add_done_callback(partial(self._came, outer))
 
     def _came(self, outer: "asyncio.Future[Any]", done: "asyncio.Future[Any]") -> None:
         self._reading -= 1
@@ -225,9 +239,3 @@ class Distant(Lower):
         else:
             outer.set_result(done.result())
         self._pump()
-
-
-def _heard(done: "asyncio.Future[Any]") -> None:
-    """Nobody need hear of an error of it: the mover has logged and counted it."""
-    if not done.cancelled():
-        done.exception()

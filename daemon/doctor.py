@@ -27,6 +27,7 @@ from terracekv.tiers.tier import PAGE
 LIBRARIES = ("aiohttp", "lmdb", "msgspec", "numpy", "prometheus-client", "uvloop", "xxhash", "zstandard")
 S3_LIBRARIES = ("boto3",)
 GPU_LIBRARIES = ("cupy", "pynvml")
+GPU_PAGE = "see docs/gpu.md"
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "glusterfs"}
 FILES_MIN = 1024
 BUCKET_S = 5.0
@@ -212,13 +213,17 @@ def _running(config: Config, running: dict[str, Any]) -> Iterator[Finding]:
         advice = "restart the daemon to bring it up to date"
         yield Finding("daemon", "warn", f"it is {running['version']}, this command {version()}", advice)
     if running["not_ready"]:
-        yield Finding("daemon", "warn", f"it is not ready: {'; '.join(running['not_ready'])}")
+        yield Finding("daemon", "warn", f"it is not ready: {'; '.join(running['not_ready'])}", "see the daemon's log")
+    if died := {**running.get("died", {}).get("threads", {}), **running.get("died", {}).get("tasks", {})}:
+        says = "; ".join(f"{name} died {count} times" for name, count in died.items())
+        yield Finding("daemon", "warn", f"{says}, and went on", "report it with the tracebacks in the daemon's log")
     yield from _running_gpu(running)
     yield from _differences(describe(config), running["config"])
     for name, tier in running["tiers"].items():
         if tier["last_error"]:
             text, news = last_error(name, tier)
-            yield Finding(f"{name} tier", "warn" if news else "ok", f"mode {tier['mode']}; {text}")
+            advice = f"{tier['advice']} ({tier['last_event']})" if tier.get("last_event") else "see the daemon's log"
+            yield Finding(f"{name} tier", "warn" if news else "ok", f"mode {tier['mode']}; {text}", advice)
 
 
 def _running_gpu(running: dict[str, Any]) -> Iterator[Finding]:
@@ -227,10 +232,10 @@ def _running_gpu(running: dict[str, Any]) -> Iterator[Finding]:
     if tier["state"] == "off":
         return
     if tier["reason"]:
-        yield Finding("gpu tier", "warn", f"{tier['state']}: {tier['reason']}", "see docs/gpu.md")
+        yield Finding("gpu tier", "warn", f"{tier['state']}: {tier['reason']}", GPU_PAGE)
     for session in running["sessions"]:
         if session["transport_reason"]:
-            yield Finding("gpu tier", "warn", f"session {session['session']}: {session['transport_reason']}")
+            yield Finding("gpu tier", "warn", f"session {session['session']}: {session['transport_reason']}", GPU_PAGE)
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:

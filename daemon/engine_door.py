@@ -9,28 +9,30 @@ long ends the connection, since what follows it is unknown.
 """
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from terracekv.daemon import protocol
+from terracekv.daemon import protocol, tasks
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.hello import judge
 from terracekv.daemon.own_socket import take_over
 from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, VERSION
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.sharing import Sharing
-from terracekv.daemon.store import Found, Store
+from terracekv.daemon.stats import Found
+from terracekv.daemon.store import Store
 from terracekv.daemon.wire import distinct, slots_of, wire
-from terracekv.tiers.errors import BadRequest, TerraceError
+from terracekv.tiers.errors import BadRequest, TerraceError, TierStuck
+from terracekv.tiers.journal import INTERNAL, Journal
 from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable
 from terracekv.tiers.tier import Outcome
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 CONNECTIONS_MAX = 1024
 HELLO_S = 5.0
@@ -41,6 +43,7 @@ ASK_S_MAX = 2.0
 ANSWER_MS = 20.0
 """Kept of a deadline for the way back, or a tenth of it if that is less."""
 NAMESPACES_MAX = 4096
+PIN_S_MAX = 60.0
 
 
 class EngineDoor:
@@ -92,7 +95,7 @@ class EngineDoor:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` beside the loop's other work, owned by the door."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = tasks.begin(work, "engine-request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -106,8 +109,9 @@ class EngineDoor:
             if sum(1 for _ in self.store.namespaces) >= NAMESPACES_MAX:
                 return protocol.Refused("model", f"{NAMESPACES_MAX} namespaces are known already")
             try:
-                namespace = await self.store.mover.load(lambda: self.store.namespaces.register(wanted))
-            except OSError as error:
+                work = partial(self.store.namespaces.register, wanted)
+                namespace = await self.store.state_mover.ask(work, HELLO_S, "daemon.state_dir")
+            except (OSError, TierStuck) as error:
                 return protocol.Refused("model", f"a new namespace cannot be noted in the state folder: {error}")
         return self.sessions.start(self.table.next_session(), namespace, hello.shard, hello.pid, hello.engine[:128])
 
@@ -185,7 +189,7 @@ class Connection(asyncio.Protocol):
         except TerraceError as error:
             self._fail(id, error)
         except Exception as error:
-            log.exception("a request of an engine failed")
+            journal.failed(INTERNAL, "a request of an engine failed", error)
             self._fail(id, TerraceError(f"the daemon failed on this request: {error}", "see its log"))
 
     def _handle(self, request: protocol.Request) -> None:
@@ -223,7 +227,7 @@ class Connection(asyncio.Protocol):
         try:
             answer = await self._door.welcome(hello)
         except Exception as error:
-            log.exception("a Hello failed")
+            journal.failed(INTERNAL, "a Hello failed", error)
             self._fail(0, TerraceError(f"the daemon failed on Hello: {error}", "see its log"))
             self._transport.close()
             return
@@ -255,7 +259,7 @@ class Connection(asyncio.Protocol):
         )
 
     def _refuse(self, refused: protocol.Refused) -> None:
-        log.warning("refused an engine: %s: %s", refused.field, refused.reason)
+        journal.warning("TKV-REFUSED", f"refused an engine: {refused.field}: {refused.reason}", field=refused.field)
         self._send(refused)
         self._transport.close()
 
@@ -273,9 +277,10 @@ class Connection(asyncio.Protocol):
     async def _pin(self, session: Session, request: protocol.Pin) -> None:
         try:
             ids = session.ids_of(protocol.split_keys(request.keys))
-            await self._door.store.pins.pin(self._door.sessions.current(session), ids, request.ttl_ms / 1e3)
-        except (TerraceError, ValueError) as error:
-            log.warning("an engine's pin was not done: %s", error)
+            async with asyncio.timeout(PIN_S_MAX):
+                await self._door.store.pins.pin(self._door.sessions.current(session), ids, request.ttl_ms / 1e3)
+        except (TerraceError, ValueError, TimeoutError) as error:
+            journal.warning("TKV-PIN", f"an engine's pin was not done: {error or 'it took too long'}")
 
     def _lookup(self, session: Session, request: protocol.Lookup) -> None:
         keys = protocol.split_keys(request.keys)
@@ -313,7 +318,7 @@ class Connection(asyncio.Protocol):
         except TerraceError as error:
             self._fail(id, error)
         except Exception as error:
-            log.exception("a request of an engine failed")
+            journal.failed(INTERNAL, "a request of an engine failed", error)
             self._fail(id, TerraceError(f"the daemon failed on this request: {error}", "see its log"))
 
     def _lease(self, session: Session, request: protocol.Acquire, keys: list[bytes], until: float) -> None:
@@ -372,7 +377,7 @@ class Connection(asyncio.Protocol):
         except TerraceError as error:
             self._fail(request.id, error)
         except Exception as error:
-            log.exception("a commit failed")
+            journal.failed(INTERNAL, "a commit failed", error)
             self._fail(request.id, TerraceError(f"the daemon failed on this commit: {error}", "see its log"))
 
     def _fail(self, id: int, error: TerraceError) -> None:

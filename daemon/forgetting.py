@@ -1,34 +1,43 @@
 """Making blocks misses: one by one, a namespace at a time, or because another node flushed it.
 
 Owns the memory of the epochs that have been dealt with here. Runs on the event loop; tiers do their part in workers.
-Imports ``below``, ``distant``, ``events``, ``mover``, ``near``, ``pins``, ``promotion``, ``write_through`` and
-``tiers``.
+Imports ``below``, ``distant``, ``events``, ``mover``, ``near``, ``pins``, ``promotion``, ``tasks``, ``write_through``
+and ``tiers``.
+
+An order is answered in its time whatever a tier does: what takes longer goes on behind the answer, which says so.
 """
 
 import asyncio
-import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from terracekv.daemon import tasks
 from terracekv.daemon.below import Lower
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.events import Events
-from terracekv.daemon.mover import Mover
+from terracekv.daemon.mover import Mover, heard
 from terracekv.daemon.near import Near
 from terracekv.daemon.pins import Pins
 from terracekv.daemon.promotion import Promoter
 from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.errors import BadRequest
 from terracekv.tiers.host import HostTier
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 DELETE_ROUNDS = 8
 DISTANT_S = 5.0
-"""An order waits so long for a distant tier; it goes on there."""
+LOCAL_S = 20.0
+"""An order waits so long for a distant tier, or for one of this machine; it goes on there. For one that is stuck it
+does not wait."""
+STATE_S = 10.0
+"""In so many seconds the folder of state must have taken a new epoch."""
+SWEEP_S_MAX = 3600.0
+"""A sweep that takes longer than this has got stuck."""
 EPOCHS_MAX = 64
 """Epochs of one namespace that host may hold between two looks."""
 
@@ -36,8 +45,9 @@ EPOCHS_MAX = 64
 @dataclass(frozen=True, slots=True)
 class Flushed:
     """What became of a flush. ``dropped`` counts blocks by tier, without tiers that go on behind the answer;
-    ``skipped`` names what was not done: ``s3_in_background`` goes on, ``s3_unheard``: the bucket has not heard of the
-    flush and is told before the namespace is next used, ``s3_unswept``: objects of flushed blocks are left."""
+    ``skipped`` names what was not done: ``s3_in_background`` (or ``disk_``) goes on, ``s3_unheard``: the bucket has not
+    heard of the flush and is told before the namespace is next used, ``s3_unswept``: objects of flushed blocks are
+    left."""
 
     dropped: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=dict)
@@ -54,6 +64,7 @@ class Forgetting:
         below: Sequence[Lower],
         near: Near | None,
         mover: Mover,
+        state_mover: Mover,
         promoter: Promoter,
         through: Sequence[WriteThrough],
         pins: Pins,
@@ -64,6 +75,7 @@ class Forgetting:
         self._below = below
         self._near = near
         self._mover = mover
+        self._state_mover = state_mover
         self._promoter = promoter
         self._through = through
         self._pins = pins
@@ -83,9 +95,8 @@ class Forgetting:
             gone = await self._forget(namespace, ids)
             counts = {name: max(count, counts.get(name, 0)) for name, count in gone.items()}
             if moving := self._under_way(set(ids)):
-                limit_s = DISTANT_S if any(isinstance(lower, Distant) for lower in self._below) else None
-                if (await asyncio.wait(moving, timeout=limit_s))[1]:
-                    break  # what is still on its way to or from a distant tier may be there afterwards
+                if (await asyncio.wait(moving, timeout=min(map(patience_s, self._below), default=LOCAL_S)))[1]:
+                    break  # what is still on its way to or from a slow tier may be there afterwards
             elif not any(gone.values()):
                 break
         return counts
@@ -99,7 +110,8 @@ class Forgetting:
         if tier is not None and tier not in names:
             raise BadRequest(f"no tier {tier!r}", f"configured tiers: {', '.join(names)}")
         if tier is None:
-            raised = await self._mover.load(lambda: self._namespaces.raise_epoch(namespace.id))
+            work = partial(self._namespaces.raise_epoch, namespace.id)
+            raised = await self._state_mover.ask(work, STATE_S, "daemon.state_dir")
             namespace = replace(raised, epoch=raised.epoch - 1)  # of two flushes at once each ends an epoch of its own
             self._epochs[namespace.id] = max(raised.epoch, self._epochs.get(namespace.id, 0))
             self._events.publish("flushed", namespace=namespace.id.hex(), epoch=raised.epoch)
@@ -113,9 +125,10 @@ class Forgetting:
         for lower, through in zip(self._below, self._through, strict=True):
             if tier in (None, lower.name):
                 if isinstance(lower, Distant):
-                    await self._flush_distant(namespace, lower, through, flushed, tell=tier is None)
+                    work_below = self._sweep_distant(namespace, lower, through, flushed, tell=tier is None)
                 else:
-                    flushed.dropped[lower.name] = await self._sweep(namespace, lower, through)
+                    work_below = self._sweep(namespace, lower, through)
+                await self._flush_below(work_below, lower, flushed)
         return flushed
 
     async def notice(self) -> None:
@@ -125,7 +138,8 @@ class Forgetting:
             if before >= namespace.epoch:
                 continue
             self._epochs[namespace.id] = namespace.epoch
-            log.info("namespace %s was flushed by another node", namespace.id.hex()[:16])
+            text = f"namespace {namespace.id.hex()[:16]} was flushed by another node"
+            journal.info("TKV-FLUSHED-ELSEWHERE", text, namespace=namespace.id.hex(), epoch=namespace.epoch)
             self._events.publish("flushed", namespace=namespace.id.hex(), epoch=namespace.epoch)
             self._pins.expire()
             for epoch in range(max(before, namespace.epoch - EPOCHS_MAX), namespace.epoch):
@@ -137,7 +151,7 @@ class Forgetting:
                 if isinstance(lower, Distant):
                     lower.forget()  # whoever flushed sweeps the bucket
                 else:
-                    await self._sweep(old, lower, through)
+                    await self._flush_below(self._sweep(old, lower, through), lower, Flushed())
 
     async def close(self) -> None:
         """Stop waiting for what still goes on."""
@@ -145,18 +159,16 @@ class Forgetting:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _flush_distant(
-        self, namespace: Namespace, far: Distant, through: WriteThrough, flushed: Flushed, *, tell: bool
-    ) -> None:
-        """The bucket's part of a flush, for so long as somebody waits for it. It goes on whether or not."""
-        work = asyncio.ensure_future(self._sweep_distant(namespace, far, through, flushed, tell=tell))
+    async def _flush_below(self, sweep: Coroutine[Any, Any, int], lower: Lower, flushed: Flushed) -> None:
+        """A lower tier's part of a flush, for so long as somebody waits for it. It goes on whether or not."""
+        work = tasks.begin(sweep, f"flush-{lower.name}")
         self._tasks.add(work)
         work.add_done_callback(self._tasks.discard)
-        done, _ = await asyncio.wait([work], timeout=DISTANT_S)
+        done, _ = await asyncio.wait([work], timeout=patience_s(lower))
         if done:
-            flushed.dropped[far.name] = work.result()
+            flushed.dropped[lower.name] = work.result()
         else:
-            flushed.skipped[f"{far.name}_in_background"] = 1
+            flushed.skipped[f"{lower.name}_in_background"] = 1
 
     async def _sweep_distant(
         self, namespace: Namespace, far: Distant, through: WriteThrough, flushed: Flushed, *, tell: bool
@@ -167,7 +179,9 @@ class Forgetting:
             unheard = await asyncio.shield(far.tells.turn(older_than))
             if unheard is not None:
                 flushed.skipped[f"{far.name}_unheard"] = 1
-                log.warning("the bucket has not heard of a flush yet, it is told later: %s", unheard)
+                journal.warning(
+                    "TKV-S3-UNHEARD", f"the bucket has not heard of a flush yet, it is told later: {unheard}"
+                )
             # Another node may have flushed at the same time, and the epoch risen by more than one.
             present = self._namespaces.get(namespace.id)
             if present is not None and present.epoch > older_than.epoch:
@@ -182,14 +196,15 @@ class Forgetting:
         """Take back the room of a snapshot's epoch and those before it in a local tier; how many blocks went."""
         await _ended(through, namespace)
         async with self._sweeping:
-            return await lower.mover.load(lambda: lower.tier.reclaim(replace(namespace, epoch=namespace.epoch + 1)))
+            work = partial(lower.tier.reclaim, replace(namespace, epoch=namespace.epoch + 1))
+            return await lower.mover.load(work, limit_s=SWEEP_S_MAX)
 
     async def _drop_near(self, namespace: Namespace) -> int:
         """Empty the gpu tier of a snapshot's epoch, once nothing moves to it or, when it must make room, to host."""
         assert self._near is not None
         gpu = self._near.gpu
         if moving := self._near.hot.under_way():
-            await asyncio.wait(moving)
+            await asyncio.wait(moving, timeout=patience_s(self._near))
         return await self._mover.load(lambda: gpu.drop(namespace))
 
     def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Any]]":
@@ -207,11 +222,18 @@ class Forgetting:
             if isinstance(lower, Distant):
                 lower.forget(ids)
             work = lower.mover.load(partial(lower.tier.delete, namespace, ids))
-            limit_s = DISTANT_S if isinstance(lower, Distant) else None
-            done, _ = await asyncio.wait([work], timeout=limit_s)
+            work.add_done_callback(heard)
+            done, _ = await asyncio.wait([work], timeout=patience_s(lower))
             if done and lower.up:
                 counts[lower.name] = work.result()
         return counts
+
+
+def patience_s(lower: Lower) -> float:
+    """How long an order waits for a tier."""
+    if lower.stuck is not None:
+        return 0.0
+    return DISTANT_S if isinstance(lower, Distant) else LOCAL_S
 
 
 async def _ended(through: WriteThrough, namespace: Namespace) -> None:

@@ -5,9 +5,11 @@ read by the status and the metrics on the event loop. Imports ``tiers``.
 """
 
 import threading
+from functools import partial
 
 from terracekv.tiers.gpu import GpuTier
 from terracekv.tiers.nvml import Nvml, Survey
+from terracekv.tiers.steady import Steady
 
 REFRESH_S = 5.0
 OFF = "off"
@@ -33,7 +35,7 @@ class Gpus:
         self._reason = reason
         self._nvml = nvml
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: Steady | None = None
         self.survey = Survey([], NOT_ASKED if nvml is None else "NVML has not answered yet")
 
     @property
@@ -52,7 +54,7 @@ class Gpus:
     def watch(self) -> None:
         """Begin to read NVML every few seconds."""
         if self._nvml is not None:
-            self._thread = threading.Thread(target=self._watch, args=(self._nvml,), name="nvml", daemon=True)
+            self._thread = Steady("nvml", partial(self._watch, self._nvml))
             self._thread.start()
 
     def close(self) -> None:

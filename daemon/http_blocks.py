@@ -24,7 +24,7 @@ from terracekv.daemon.http_messages import (
     too_large,
     waits_for_leave,
 )
-from terracekv.daemon.store import Store
+from terracekv.daemon.store import COMMIT_S, Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import BadRequest, NotFound, TierDown, TierFull
@@ -150,7 +150,7 @@ class Blocks:
         if result is Outcome.FULL:
             raise self._full(namespace)
         if result is Outcome.FAILED:
-            errors = [error for lower in self._store.below if (error := lower.tier.status().last_error)]
+            errors = [error for lower in self._store.below if (error := lower.status().last_error)]
             raise TierDown(f"the block could not be read: {'; '.join(errors) or 'see the log'}", "treat it as a miss")
         raise NotFound(
             "no such block" if result is Outcome.MISS else f"no such block any more: {result}",
@@ -166,7 +166,7 @@ class Blocks:
             room = host.payload(slot, size)
             await _fill(room, request)
             # Hashed once more at the commit: this one must be known before anything can be seen.
-            digest = await self._store.mover.load(lambda: checksum(room))
+            digest = await self._store.mover.ask(lambda: checksum(room), COMMIT_S, "host")
             if wanted is not None and digest != wanted:
                 raise BadRequest(
                     f"the body's checksum is {ALGORITHM}:{digest:016x}, {CHECKSUM} says {ALGORITHM}:{wanted:016x}",
@@ -180,7 +180,7 @@ class Blocks:
 
     async def _make_durable(self, namespace: Namespace, id: bytes) -> None:
         if not await self._store.make_durable(namespace, id):
-            tier = self._store.below[-1].tier
+            tier = self._store.below[-1]
             why = tier.status().last_error or "its queue is full"
             raise Problem(
                 503,

@@ -1,8 +1,8 @@
 """The people's door: HTTP on a Unix socket and, where configured, TCP.
 
 Owns both listeners, the table of routes, who may ask, and how errors look. Runs on the event loop and never blocks it.
-Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``gpus``, ``sessions``, ``store``,
-``errors``.
+Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``gpus``, ``heartbeat``,
+``sessions``, ``store``, ``errors``.
 
 Every answer to a request that was not done is ``{"error": {"kind", "message", "hint"}}``. The Unix socket is protected
 by the permissions of its file; TCP by the token, or by being reachable from this machine only.
@@ -12,7 +12,6 @@ import asyncio
 import errno
 import hmac
 import ipaddress
-import logging
 import os
 import socket
 import time
@@ -23,6 +22,7 @@ from aiohttp import web
 
 from terracekv.daemon.config import Config, read_token, tcp_address, version
 from terracekv.daemon.gpus import Gpus
+from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
 from terracekv.daemon.http_messages import (
     Alive,
@@ -36,6 +36,8 @@ from terracekv.daemon.http_messages import (
     Ready,
     Stored,
     Unpin,
+    Verified,
+    Verify,
     failure,
     no_room,
     reply,
@@ -48,8 +50,9 @@ from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.status import namespaces_document, status_document
 from terracekv.daemon.store import Store
 from terracekv.tiers.errors import InUse, TerraceError
+from terracekv.tiers.journal import INTERNAL, Journal
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 SOCKET = "http.sock"
 REQUESTS_MAX = 1024
@@ -60,8 +63,6 @@ LINGER_S = 10.0
 """How long what is left of a refused body is read, so that the client gets to see the refusal."""
 READ_BYTES = 64 << 10
 CANCEL_S = 0.5
-LAG_PERIOD_S = 0.5
-LAG_FADES = 0.95
 UNREADABLE = {
     "bytes when reading": "the request line and each header may have 8190 bytes: send tokens and keys in the body",
     "too many headers": "send fewer headers",
@@ -78,7 +79,14 @@ class HttpDoor:
     """``started`` is of ``time.monotonic``. Raises ConfigError when a token file is configured and cannot be used."""
 
     def __init__(
-        self, *, store: Store, sessions: Sessions, config: Config, started: float, gpus: Gpus | None = None
+        self,
+        *,
+        store: Store,
+        sessions: Sessions,
+        config: Config,
+        started: float,
+        gpus: Gpus | None = None,
+        heart: Heartbeat | None = None,
     ) -> None:
         self.path = config.daemon.runtime_dir / SOCKET
         self.port: int | None = None
@@ -95,12 +103,12 @@ class HttpDoor:
         self._token = read_token(config)
         self._busy: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._open: list[tuple[web.Server, asyncio.Server]] = []
-        self._lag_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self._queries = Queries(store)
         self.routes = Routes(self._table(Blocks(store), self._queries))
         watched = [(route.method, route.path) for route in self.routes.all]
-        self._metrics = Metrics(store, sessions, watched, started, self._gpus)
+        self.heart = heart or Heartbeat(store)
+        self._metrics = Metrics(store, sessions, watched, started, self._gpus, self.heart)
 
     async def listen(self) -> None:
         """Open the doors. A socket that a dead daemon left is replaced; one that answers, or a TCP port that is taken,
@@ -126,14 +134,13 @@ class HttpDoor:
                 ) from None
             self._open.append((server, listener))
             self.port = listener.sockets[0].getsockname()[1]
-        self._watch_lag(time.monotonic())
+        self.heart.start()
 
     async def close(self, grace_s: float) -> None:
         """Take no more connections, end idle ones and event streams at once, give requests ``grace_s`` to finish."""
         self._closing = True
         self._queries.close()
-        if self._lag_timer is not None:
-            self._lag_timer.cancel()
+        self.heart.stop()
         for _, listener in self._open:
             listener.close()
         self.path.unlink(missing_ok=True)
@@ -184,7 +191,7 @@ class HttpDoor:
             raise  # the client has gone: there is nobody to answer
         except Exception as error:
             self.errors += 1
-            log.exception("a request failed: %s %s", request.method, label)
+            journal.failed(INTERNAL, f"a request failed: {request.method} {label}", error, route=label)
             response = failure(request, self._own_fault(error))
         finally:
             del self._busy[task]
@@ -262,6 +269,7 @@ class HttpDoor:
             Route("POST", "/v1/pin", queries.pin, "Keep a chain in host for a while", {200: Done}, Pin),
             Route("POST", "/v1/unpin", queries.unpin, "Let go of a pinned chain", {200: Done}, Unpin),
             Route("POST", "/v1/flush", queries.flush, "Forget a namespace's blocks", {200: Done}, Flush),
+            Route("POST", "/v1/verify", queries.verify, "Check stored blocks", {200: Verified}, Verify),
             Route("GET", "/v1/status", self._status, "All that the daemon knows about itself", {200: dict}),
             Route("GET", "/v1/namespaces", self._namespaces, "All namespaces", {200: dict}),
             Route(
@@ -286,7 +294,7 @@ class HttpDoor:
             self._sessions,
             self._config,
             started=self._started,
-            loop_lag_s=self._metrics.loop_lag_s,
+            heart=self.heart,
             not_ready=self._reasons(),
             requests=len(self._busy),
             gpus=self._gpus,
@@ -304,7 +312,7 @@ class HttpDoor:
 
     async def _readyz(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         reasons = self._reasons()
-        return reply(request, Ready(not reasons, reasons), 503 if reasons else 200)
+        return reply(request, Ready(not reasons, reasons, self.heart.degraded), 503 if reasons else 200)
 
     async def _openapi_json(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         return reply(request, openapi(self.routes, version()))
@@ -314,12 +322,6 @@ class HttpDoor:
 
     def _reasons(self) -> list[str]:
         return [f"{part}: {reason}" for part, reason in self.not_ready.items()]
-
-    def _watch_lag(self, due: float) -> None:
-        """How late a timer fires is how long other work kept the loop."""
-        now = time.monotonic()
-        self._metrics.loop_lag_s = max(now - due, self._metrics.loop_lag_s * LAG_FADES)
-        self._lag_timer = asyncio.get_running_loop().call_later(LAG_PERIOD_S, self._watch_lag, now + LAG_PERIOD_S)
 
 
 class _Connection(web.RequestHandler):

@@ -80,6 +80,24 @@ class Flush(Struct, forbid_unknown_fields=True, kw_only=True):
     tier: str | None = None
 
 
+class Verify(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Check the next blocks of a tier, from ``after`` on: what the answer before this one said, or null."""
+
+    tier: str
+    after: Annotated[str, Meta(pattern="^[0-9a-f]{1,80}$")] | None = None
+
+
+class Verified(Struct):
+    """Blocks checked and passed over (of flushed namespaces); what was wrong with which, by id; ``next`` is null when
+    all were looked at. What was wrong is forgotten."""
+
+    tier: str
+    checked: int
+    passed_over: int
+    wrong: dict[str, str]
+    next: str | None
+
+
 class Reach(Struct):
     """Contiguous leading blocks."""
 
@@ -132,8 +150,12 @@ class Alive(Struct):
 
 
 class Ready(Struct):
+    """``degraded`` names tiers that stand still or are down: requests are served without them, so that is no reason
+    not to be ready."""
+
     ready: bool
     reasons: list[str]
+    degraded: list[str]
 
 
 class ErrorBody(Struct):

@@ -1,15 +1,19 @@
 """Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, events.
 
 Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
-``http_messages``, ``store`` and ``tiers``.
+``http_messages``, ``store``, ``tasks`` and ``tiers``.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from terracekv.daemon import tasks
 from terracekv.daemon.http_blocks import find_namespace
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
@@ -25,12 +29,15 @@ from terracekv.daemon.http_messages import (
     Problem,
     Reach,
     Unpin,
+    Verified,
+    Verify,
     parse_key,
     parse_tokens,
     reply,
     tokens_of,
 )
 from terracekv.daemon.store import Store
+from terracekv.tiers.audit import Audit
 from terracekv.tiers.block import block_id, block_keys
 from terracekv.tiers.errors import BadRequest, NotFound
 from terracekv.tiers.namespace import Namespace
@@ -38,6 +45,8 @@ from terracekv.tiers.tier import Miss
 
 INLINE_BYTES = 16 << 10
 """Tokens and keys of a request up to this size are worked out on the event loop, more of them in a worker."""
+WORK_S_MAX = 30.0
+AUDIT_S_MAX = 60.0
 PIN_S_MAX = 60.0
 HEARTBEAT_S = 15.0
 LISTENERS_MAX = 64
@@ -127,6 +136,25 @@ class Queries:
         done = {tier: {"dropped": blocks} for tier, blocks in flushed.dropped.items()}
         return reply(request, Done(namespace.id.hex(), None, done, skipped | flushed.skipped))
 
+    async def verify(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Check a bounded number of blocks of one tier, in its own workers; the caller asks again for the next."""
+        wanted = await self._bodies.read(request, Verify)
+        store = self._store
+        audits: dict[str, Callable[[str | None], Audit]] = {"host": store.host.audit}
+        movers = {"host": store.mover} | {lower.name: lower.mover for lower in store.sources}
+        if store.near is not None:
+            audits["gpu"] = store.near.gpu.audit
+        if store.disk is not None:
+            audits["disk"] = store.disk.audit
+        if wanted.tier not in audits:
+            hint = f"tiers that the daemon checks: {', '.join(audits)}; a bucket is checked by terracekv s3 verify"
+            raise BadRequest(f"no tier {wanted.tier!r} to check", hint)
+        if (stuck := next((lower.stuck for lower in store.sources if lower.name == wanted.tier), None)) is not None:
+            raise stuck
+        work = partial(audits[wanted.tier], wanted.after)
+        found = await movers[wanted.tier].ask(work, AUDIT_S_MAX, f"the {wanted.tier} tier")
+        return reply(request, Verified(wanted.tier, **asdict(found)))
+
     async def events(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Server-sent events until the client, or the daemon, goes away."""
         after = _after(request)
@@ -139,8 +167,8 @@ class Queries:
         if self.closing.is_set() or request.transport is None:
             ended.set()
         stream = self._store.events.listen(after)
-        closing = asyncio.ensure_future(ended.wait())
-        coming = asyncio.ensure_future(anext(stream))
+        closing = tasks.begin(_wait(ended), "events-end")
+        coming = tasks.begin(_next(stream), "events-next")
         try:
             await response.prepare(request)
             await _send(response, b": connected\n\n")
@@ -148,7 +176,7 @@ class Queries:
                 await asyncio.wait((coming, closing), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 if coming.done():
                     event = coming.result()
-                    coming = asyncio.ensure_future(anext(stream))
+                    coming = tasks.begin(_next(stream), "events-next")
                     body = msgspec.json.encode(event)
                     await _send(
                         response, b"id: %d\nevent: %b\ndata: %b\n\n" % (event["seq"], event["event"].encode(), body)
@@ -214,7 +242,7 @@ class Queries:
                 return error  # raised where it is answered: a worker that raises has failed
 
         size = 64 * len(listed) if tokens is None else len(tokens)
-        keys = work() if size <= INLINE_BYTES else await self._store.mover.load(work)
+        keys = work() if size <= INLINE_BYTES else await self._store.mover.ask(work, WORK_S_MAX, "host")
         if isinstance(keys, BadRequest):
             raise keys
         return keys
@@ -236,6 +264,14 @@ def _after(request: web.BaseRequest) -> int | None:
     if not text.isascii() or not text.isdigit() or len(text) > 18:
         raise BadRequest(f"after: {text[:40]!r} is not the number of an event", "leave it out to hear of what is new")
     return int(text)
+
+
+async def _wait(ended: asyncio.Event) -> None:
+    await ended.wait()
+
+
+async def _next(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    return await anext(stream)
 
 
 async def _send(response: web.StreamResponse, data: bytes) -> None:

@@ -22,9 +22,9 @@ T = TypeVar("T")
 class Lane(Generic[T]):
     """``work`` is done once for all that ask before it begins, with the highest epoch that one of them named."""
 
-    def __init__(self, work: Callable[[Namespace], T]) -> None:
+    def __init__(self, work: Callable[[Namespace], T], name: str) -> None:
         self._work = work
-        self._mover = Mover(threads=1, queue_bytes=1)
+        self._mover = Mover(threads=1, queue_bytes=1, name=name)
         self._lock = threading.Lock()
         self._waiting: dict[bytes, tuple[Namespace, asyncio.Future[T]]] = {}
         self._turns = set[asyncio.Future[T]]()
@@ -47,9 +47,9 @@ class Lane(Generic[T]):
         """Turns that wait or are under way."""
         return len(self._turns)
 
-    def close(self) -> None:
-        """End the thread after what it does now."""
-        self._mover.close()
+    def close(self, wait_s: float | None = None) -> bool:
+        """End the thread after what it does now; see ``Mover.close``."""
+        return self._mover.close(wait_s)
 
     def _begin(self, id: bytes) -> T:
         with self._lock:

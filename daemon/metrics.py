@@ -15,10 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from terracekv.daemon import tasks
 from terracekv.daemon.config import version
 from terracekv.daemon.gpus import Gpus
+from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.store import Store
+from terracekv.tiers.steady import deaths
 from terracekv.tiers.tier import TierStatus
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -132,7 +135,13 @@ class Metrics(Collector):
     """``routes`` are all ``(method, path template)`` pairs that can be observed."""
 
     def __init__(
-        self, store: Store, sessions: Sessions, routes: Iterable[tuple[str, str]], started: float, gpus: Gpus
+        self,
+        store: Store,
+        sessions: Sessions,
+        routes: Iterable[tuple[str, str]],
+        started: float,
+        gpus: Gpus,
+        heart: Heartbeat,
     ) -> None:
         self._store = store
         self._sessions = sessions
@@ -143,7 +152,7 @@ class Metrics(Collector):
         }
         self._seconds = {path: [0] * (len(BUCKETS_S) + 1) for _, path, _ in self._requests}
         self._seconds_sum = dict.fromkeys(self._seconds, 0.0)
-        self.loop_lag_s = 0.0
+        self._heart = heart
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -191,15 +200,28 @@ class Metrics(Collector):
         yield _gauge("pinned_blocks", "Blocks pinned.", len(store.pins))
         yield _gauge("pinned_bytes", "Bytes pinned.", store.pins.bytes)
         yield _gauge("promoting_blocks", "Blocks on their way up.", store.promoter.coming)
-        yield _gauge("write_queue_bytes", "Bytes that wait for disk or are being written.", store.mover.queue_bytes)
-        yield _gauge("write_queue_limit_bytes", "Bound of the queue.", store.mover.queue_bytes_max)
+        yield _gauge(
+            "write_queue_bytes", "Bytes that wait for disk or are being written.", store.disk_mover.queue_bytes
+        )
+        yield _gauge("write_queue_limit_bytes", "Bound of the queue.", store.disk_mover.queue_bytes_max)
         yield CounterMetricFamily(P + "worker_failures", "Jobs that raised in a worker.", value=store.mover.failures)
         yield CounterMetricFamily(P + "events", "Events numbered.", value=store.events.last)
         yield _gauge("event_listeners", "Clients that listen to events.", store.events.listeners)
-        yield _gauge("loop_lag_seconds", "How late the event loop lately was, at worst.", self.loop_lag_s)
+        yield _gauge("loop_lag_seconds", "How late the event loop lately was, at worst.", self._heart.lag_s)
+        yield _gauge(
+            "stuck_tiers",
+            "Tiers that are left out because a call of theirs does not come back.",
+            len(self._heart.standing),
+        )
+        yield CounterMetricFamily(
+            P + "task_failures", "Tasks, or steps of them, that ended by an error.", value=sum(tasks.failures.values())
+        )
+        yield CounterMetricFamily(
+            P + "thread_deaths", "Threads that died and were started again.", value=sum(deaths().values())
+        )
 
     def _tier_metrics(self) -> Iterator[Metric]:
-        tiers = {name: tier.status() for name, tier in self._store.tiers.items()}
+        tiers = self._store.statuses()
         for field, documentation in TIER_GAUGES.items():
             yield _by_tier(GaugeMetricFamily(P + "tier_" + field, documentation, labels=["tier"]), tiers, field)
         for field, documentation in HOST_GAUGES.items():

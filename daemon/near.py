@@ -50,6 +50,8 @@ class Near(Lower):
 
     def lease(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[int, Slot]:
         """One more lease on each block that is on the GPU, by its index. Ends with ``release``."""
+        if self.stuck is not None:
+            return {}
         slots = self.gpu.acquire(namespace, ids, serving=True)
         return {index: slot for index, slot in enumerate(slots) if slot is not None}
 
@@ -73,8 +75,13 @@ class Near(Lower):
         self.release([on_gpu.pop(index) for index in list(on_gpu) if index >= end])
         if on_gpu:
             self._host.touch(namespace, ids[:end])  # its head is leased here, and must not go first there
-        self.hot.used(namespace, ids[:end])
+        if self.stuck is None:
+            self.hot.used(namespace, ids[:end])
         return slots, pending, on_gpu
+
+    def absent(self, namespace: Namespace, ids: Sequence[bytes]) -> list[int]:
+        """Indices of those that are not on the GPU."""
+        return [*range(len(ids))] if self.stuck is not None else self.gpu.absent(namespace, ids)
 
     def release(self, slots: Sequence[Slot]) -> None:
         """End one lease on each slot."""

@@ -190,7 +190,7 @@ class Promoter:
         lower.flow.vanished += outcome is Outcome.MISS
         if outcome is not Outcome.HIT and not closing and self._namespaces.is_current(namespace):
             for next_lower in self._below[self._below.index(lower) + 1 :]:
-                if next_lower.tier.leading(namespace, [id]):
+                if next_lower.leading(namespace, [id]):
                     self._coming[id].source = next_lower.name
                     self._read(namespace, id, slot, next_lower)
                     return

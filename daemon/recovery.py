@@ -4,7 +4,6 @@ Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, `
 ``gpus`` and ``sessions``.
 """
 
-import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from terracekv.tiers.errors import ConfigError, NoGpu, NoRoom
 from terracekv.tiers.folder import claim
 from terracekv.tiers.gpu import open_gpu
 from terracekv.tiers.host import HostTier
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.numa import choose
 from terracekv.tiers.nvml import Nvml
@@ -28,7 +28,7 @@ from terracekv.tiers.slots import SlotTable, table_fits
 if TYPE_CHECKING:
     from terracekv.tiers.s3 import S3Tier
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
     size = config.host.size // slab * slab
     slots = config.daemon.runtime_dir / "slots"
     node, why = choose(config.host.numa)
-    log.info("the arena's memory comes from %s: %s", "anywhere" if node is None else f"node {node}", why)
+    memory = "anywhere" if node is None else f"node {node}"
+    journal.info("TKV-START", f"the arena's memory comes from {memory}: {why}")
     arena = Arena(
         config.daemon.runtime_dir,
         size_bytes=size,
@@ -95,7 +96,8 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
         table = SlotTable(slots, arena_bytes=size, slab_bytes=slab, adopt=arena.adopted)
         host = HostTier(arena, table, namespaces)
         if host.adopted_blocks:
-            log.info("adopted %d blocks in host", host.adopted_blocks)
+            text = f"adopted {host.adopted_blocks} blocks in host"
+            journal.info("TKV-ADOPTED", text, blocks=host.adopted_blocks)
         disk = None
         if config.disk.enabled:
             assert config.disk.size is not None
@@ -131,14 +133,15 @@ def _open_gpu(config: Config, arena: Arena, slab_bytes: int, namespaces: Namespa
     except (NoGpu, NoRoom) as error:
         if wanted.strict:
             raise
-        log.warning("no gpu tier, blocks are served from host: %s", error)
+        journal.warning(error.event, f"no gpu tier, blocks are served from host: {error}")
         return Gpus(None, state=error.kind, reason=str(error), nvml=nvml, strict=wanted.strict)
     gpus = Gpus(tier, nvml=nvml, strict=wanted.strict)
     if gpus.reason is not None and wanted.strict:
         tier.close()
         raise NoGpu(gpus.reason, "gpu.strict is true: set it to false to serve such engines from host")
     if gpus.reason is not None:
-        log.warning("engines cannot share the gpu tier and are served from host: %s", gpus.reason)
+        text = f"engines cannot share the gpu tier and are served from host: {gpus.reason}"
+        journal.warning("TKV-GPU-NOT-SHARED", text)
     return gpus
 
 

@@ -1,20 +1,19 @@
 """Whether an engine may read the gpu tier's slots by itself: what it is offered, and what came of it.
 
-Owns the warnings given so far. Called by the engine door on the event loop. Imports ``gpus``, ``protocol`` and
-``sessions``.
+Owns the warnings given so far. Called by the engine door on the event loop. Imports ``gpus``, ``protocol``,
+``sessions`` and ``tiers.journal``.
 
 CUDA opens memory of another process only on the same GPU, and not across every container. So the daemon offers it to
 sessions of its own GPU, the engine tries and says how it went, and whoever cannot is served from host, with the reason
 in the status and one warning in the log. Under ``gpu.strict`` it is refused instead.
 """
 
-import logging
-
 from terracekv.daemon import protocol
 from terracekv.daemon.gpus import OFF, Gpus
 from terracekv.daemon.sessions import Session
+from terracekv.tiers.journal import Journal
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 REASON_MAX = 400
 WARNINGS_MAX = 64
@@ -55,5 +54,6 @@ class Sharing:
             return protocol.Refused("gpu", f"{why} (gpu.strict is true)")
         if not quiet and why not in self._warned and len(self._warned) < WARNINGS_MAX:
             self._warned.add(why)
-            log.warning("engine %s (pid %d) is served from host: %s", session.engine, session.pid, why)
+            text = f"engine {session.engine} (pid {session.pid}) is served from host: {why}"
+            journal.warning("TKV-GPU-NOT-SHARED", text, session=session.number)
         return None

@@ -1,4 +1,4 @@
-"""What the store counts since start.
+"""What the store counts since start, and what it answers to a lookup.
 
 Owns nothing but the numbers; written on the event loop, read by the doors. Imports ``tier``.
 """
@@ -6,6 +6,20 @@ Owns nothing but the numbers; written on the event loop, read by the doors. Impo
 from dataclasses import dataclass, field
 
 from terracekv.tiers.tier import Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Answer to a lookup. ``per_tier[t]``: leading blocks that can be had from tier t or above. ``split[t]``: how many
+    of the matched blocks tier t would serve; the values add up to ``blocks``. ``bytes`` are those of all shards."""
+
+    blocks: int
+    per_tier: dict[str, int]
+    split: dict[str, int]
+    bytes: int
+    load_ms: float
+    first_miss: int | None
+    reason: Miss | None
 
 
 @dataclass(slots=True)

@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from terracekv.daemon import tasks
 from terracekv.daemon.below import Lower
 from terracekv.daemon.config import Config, describe, version
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.gpus import Gpus
+from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.mover import Meter
 from terracekv.daemon.near import Near
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import HOST_BYTES_PER_S, Store
+from terracekv.tiers.steady import deaths
 from terracekv.tiers.tier import TierStatus
 
 
@@ -27,7 +30,7 @@ def status_document(
     config: Config,
     *,
     started: float,
-    loop_lag_s: float,
+    heart: Heartbeat,
     not_ready: list[str],
     requests: int,
     gpus: Gpus,
@@ -40,12 +43,15 @@ def status_document(
         "ready": not not_ready,
         "not_ready": not_ready,
         "requests": requests,
-        "loop_lag_ms": round(loop_lag_s * 1e3, 3),
-        "tiers": {name: _tier(name, tier.status(), store) for name, tier in store.tiers.items()},
+        "degraded": heart.degraded,
+        "loop_lag_ms": round(heart.lag_s * 1e3, 3),
+        "died": {"threads": deaths(), "tasks": dict(tasks.failures)},
+        "tiers": {name: _tier(name, status, store) for name, status in store.statuses().items()},
         "queue": {
-            "bytes": store.mover.queue_bytes,
-            "bytes_max": store.mover.queue_bytes_max,
-            "failures": store.mover.failures,
+            "bytes": store.disk_mover.queue_bytes,
+            "bytes_max": store.disk_mover.queue_bytes_max,
+            "failures": store.mover.failures
+            + (store.disk_mover.failures if store.disk_mover is not store.mover else 0),
         },
         "lookups": asdict(store.stats),
         "pins": {"blocks": len(store.pins), "bytes": store.pins.bytes, "bytes_max": store.pins.bytes_max},
@@ -98,6 +104,9 @@ def _tier(name: str, status: TierStatus, store: Store) -> dict[str, Any]:
         "in_flight_bytes_max": lower.mover.queue_bytes_max if lower else 0,
         "counters": asdict(status.counters),
         "last_error": status.last_error,
+        "last_event": status.last_event,
+        "advice": status.advice,
+        "stalled_s": round(lower.stalled_s, 3) if lower else 0,
         "last_error_age_s": None if status.last_error_at is None else round(time.time() - status.last_error_at, 3),
         "bandwidth": _bandwidth(lower),
         "admission": lower.admission if lower else None,

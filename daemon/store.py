@@ -8,7 +8,6 @@ goes through the movers. Both doors call it. Imports ``tiers`` and its own parts
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from terracekv.daemon.below import DISK_BYTES_PER_S, Lower, places
 from terracekv.daemon.distant import Distant
@@ -18,7 +17,7 @@ from terracekv.daemon.mover import Mover
 from terracekv.daemon.near import Near
 from terracekv.daemon.pins import SHARE, Pins
 from terracekv.daemon.promotion import Arrived, Promoter
-from terracekv.daemon.stats import Stats
+from terracekv.daemon.stats import Found, Stats
 from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
@@ -29,33 +28,22 @@ from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot
-from terracekv.tiers.tier import Miss, Outcome, Tier
+from terracekv.tiers.tier import Miss, Outcome, Tier, TierStatus
 
 GHOSTS = 1 << 16
 """Evicted blocks remembered, to tell ``evicted`` from ``absent``."""
 HOST_BYTES_PER_S = 5e9
 """Assumed copy rate from host to engine: the copy happens in the engine, out of the daemon's sight."""
+COMMIT_S = 30.0
+"""A commit waits no longer for its checksums."""
 DURABLE_S = 60.0
 """A durable commit waits no longer for the lowest tier, and then says that it is not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Answer to a lookup. ``per_tier[t]``: leading blocks that can be had from tier t or above. ``split[t]``: how many
-    of the matched blocks tier t would serve; the values add up to ``blocks``. ``bytes`` are those of all shards."""
-
-    blocks: int
-    per_tier: dict[str, int]
-    split: dict[str, int]
-    bytes: int
-    load_ms: float
-    first_miss: int | None
-    reason: Miss | None
-
-
 class Store:
     """``admission`` decides what of host is written through to disk: see ``WriteThrough``. ``far`` is the lowest tier,
-    behind a network; ``near`` the one above host, on a GPU."""
+    behind a network; ``near`` the one above host, on a GPU. ``mover`` works on memory; the disk and the folder of state
+    have movers of their own where there is one that may hang."""
 
     def __init__(
         self,
@@ -67,6 +55,8 @@ class Store:
         admission: str,
         far: Distant | None = None,
         near: Near | None = None,
+        disk_mover: Mover | None = None,
+        state_mover: Mover | None = None,
     ) -> None:
         self.namespaces = namespaces
         self.host = host
@@ -74,9 +64,11 @@ class Store:
         self.far = far
         self.near = near
         self.mover = mover
+        self.disk_mover = disk_mover or mover
+        self.state_mover = state_mover or mover
         self.below: list[Lower] = []
         if disk is not None:
-            self.below.append(Lower(disk, mover, admission=admission, bytes_per_s=DISK_BYTES_PER_S))
+            self.below.append(Lower(disk, self.disk_mover, admission=admission, bytes_per_s=DISK_BYTES_PER_S))
         if far is not None:
             self.below.append(far)
         self.sources = [near, *self.below] if near is not None else self.below
@@ -105,6 +97,7 @@ class Store:
             below=self.below,
             near=near,
             mover=mover,
+            state_mover=self.state_mover,
             promoter=self.promoter,
             through=self.through,
             pins=self.pins,
@@ -117,6 +110,8 @@ class Store:
             near.hot.promoted = lambda namespace, id: self._emit("stored", namespace, [id], tier="gpu")
             near.gpu.on_evict = lambda ns, ids, why: self._emit("removed", ns, ids, tier="gpu", reason=why)
 
+        self._places: list[HostTier | Lower] = [*([near] if near is not None else []), host, *self.below]
+
     @property
     def tiers(self) -> dict[str, Tier]:
         """Configured tiers by name, from the top down."""
@@ -125,7 +120,11 @@ class Store:
 
     def holder(self, namespace: Namespace, id: bytes) -> str | None:
         """The uppermost tier that is known to have a block. Does not count as a use of it."""
-        return next((name for name, tier in self.tiers.items() if tier.leading(namespace, [id])), None)
+        return next((place.name for place in self._places if place.leading(namespace, [id])), None)
+
+    def statuses(self) -> dict[str, TierStatus]:
+        """What each tier says of itself, from the top down. Waits for no tier that is stuck."""
+        return {place.name: place.status() for place in self._places}
 
     def resolve(self, name: str) -> Namespace:
         """A namespace by its id in hex, a unique prefix of it (8 digits or more), or a model name only it bears."""
@@ -201,7 +200,7 @@ class Store:
         blocks = end(len(where))
         per_tier, lowest = {"host": end(0)}, dict[int, str]()
         if self.near is not None:
-            off_gpu = self.near.gpu.absent(namespace, ids)
+            off_gpu = self.near.absent(namespace, ids)
             leading = off_gpu[0] // shards if off_gpu else len(keys)
             per_tier = {self.near.name: leading} | per_tier
             lowest = dict.fromkeys(set(range(blocks)) - {index // shards for index in off_gpu}, self.near.name)
@@ -275,7 +274,7 @@ class Store:
         size = namespace.block_bytes
         payloads = [self.host.payload(slot, size) for _, slot in written]
         try:
-            digests = await self.mover.load(lambda: [checksum(payload) for payload in payloads])
+            digests = await self.mover.ask(lambda: [checksum(payload) for payload in payloads], COMMIT_S, "host")
         except BaseException:
             self.host.abort([slot for _, slot in written])
             raise
@@ -340,7 +339,7 @@ class Store:
         absent = self.host.absent(namespace, ids)
         if self.near is None or not absent:
             return absent
-        gone = self.near.gpu.absent(namespace, [ids[index] for index in absent])
+        gone = self.near.absent(namespace, [ids[index] for index in absent])
         return [absent[at] for at in gone]
 
     def _is_durable(self, namespace: Namespace, id: bytes) -> bool:

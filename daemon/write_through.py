@@ -5,7 +5,6 @@ event loop; writes go through the tier's mover and are bounded there. Imports ``
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import groupby
@@ -15,11 +14,12 @@ from terracekv.daemon.distant import Distant
 from terracekv.daemon.stats import Stats
 from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.host import HostTier
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import Slot, slot_bytes_for
 from terracekv.tiers.tier import Outcome
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 ADMISSIONS = ("all", "second_touch", "on_evict")
 SEEN = 1 << 18
@@ -119,14 +119,12 @@ class WriteThrough:
         size = slot_bytes_for(namespace.block_bytes)
         if ids and size > self.lower.mover.queue_bytes_max and namespace.id not in self._too_large:
             self._too_large.add(namespace.id)
-            log.warning(
-                "no block of %s (namespace %s) is written to %s: one takes %d bytes, and %s is %d. Raise it",
-                namespace.model,
-                namespace.id.hex()[:16],
-                self.lower.name,
-                size,
-                "s3.queue" if isinstance(self.lower, Distant) else "daemon.queue",
-                self.lower.mover.queue_bytes_max,
+            queue = "s3.queue" if isinstance(self.lower, Distant) else "daemon.queue"
+            journal.warning(
+                "TKV-QUEUE-SMALL",
+                f"no block of {namespace.model} (namespace {namespace.id.hex()[:16]}) is written to {self.lower.name}: "
+                f"one takes {size} bytes, and {queue} is {self.lower.mover.queue_bytes_max}. Raise it",
+                tier=self.lower.name,
             )
         if not self.lower.writable:
             self._dropped(ids, size)

@@ -78,6 +78,9 @@ class World:
             self.host.namespace = self.host.namespaces.register(many)
         self.disk = HeldDisk(folder / "disk", self.host) if options.get("disk", True) else None
         self.mover = Mover(threads=options.get("threads", 3), queue_bytes=options.get("queue_bytes", 1 << 20))
+        self.stuck_s: float | None = options.get("stuck_s")
+        """Given, each tier has a mover of its own, as in the daemon, whose calls may take so long."""
+        self.movers = [self.mover]
         self.far = self._open_far(options["s3"], options) if "s3" in options else None
         self.near = self._open_near(folder, options["gpu"], options) if "gpu" in options else None
         self.store = Store(
@@ -88,8 +91,16 @@ class World:
             admission=options.get("admission", "all"),
             far=self.far,
             near=self.near,
+            disk_mover=self._mover(options.get("queue_bytes", 1 << 20)),
+            state_mover=self._mover(1),
         )
         self.sessions = Sessions(self.store)
+
+    def _mover(self, queue_bytes: int) -> Mover:
+        if self.stuck_s is None:
+            return self.mover
+        self.movers.append(Mover(threads=3, queue_bytes=queue_bytes, stuck_s=self.stuck_s))
+        return self.movers[-1]
 
     def _open_near(self, folder: Path, fake: FakeCupy, options: dict[str, Any]) -> Near:
         """Memory of a fake GPU above host: blocks go up when they are used a second time."""
@@ -100,7 +111,7 @@ class World:
             gpu,
             namespaces=self.host.namespaces,
             host=self.host,
-            mover=self.mover,
+            mover=self._mover(1 << 20),
             heat=Heat(uses=2, window_s=60.0),
             share=BusShare(1.0, 60.0),
         )
@@ -110,7 +121,8 @@ class World:
         from terracekv.tiers.s3 import S3Tier
 
         tier = S3Tier(settings, namespaces=self.host.namespaces)
-        mover = Mover(threads=settings.workers + 1, queue_bytes=options.get("s3_queue_bytes", 1 << 20))
+        stuck_s = 10.0 if self.stuck_s is None else self.stuck_s
+        mover = Mover(threads=settings.workers + 1, queue_bytes=options.get("s3_queue_bytes", 1 << 20), stuck_s=stuck_s)
         rate = options.get("prefill_tokens_per_s", 0.0)
         return Distant(tier, mover, admission=options.get("s3_admission", "all"), prefill_tokens_per_s=rate)
 
@@ -165,9 +177,13 @@ class World:
 
     async def idle(self) -> None:
         """Wait until nothing is under way."""
-        while self.store.promoter.coming or self.mover.queue_bytes or (self.far and not self.far.idle):
+        movers = [*self.movers, *([self.far.mover] if self.far else [])]
+        while (
+            self.store.promoter.coming or any(mover.queue_bytes for mover in movers) or (self.far and not self.far.idle)
+        ):
             await asyncio.sleep(0.001)
-        await self.mover.load(lambda: None)
+        for mover in movers:
+            await mover.load(lambda: None)
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -187,7 +203,8 @@ class World:
             self.far.tier.close()
             self.far.close()
             self.far.mover.close()
-        self.mover.close()
+        for mover in self.movers:
+            mover.close()
         if self.disk is not None:
             self.disk.close()
         if self.near is not None:

@@ -18,6 +18,8 @@ UNTRIED = "it has not answered yet"
 class NotTried(TierDown):
     """The breaker is open: the call was not made."""
 
+    own_event = "TKV-S3-NOT-TRIED"
+
 
 class State(StrEnum):
     """CLOSED lets calls through, OPEN refuses them, HALF_OPEN refuses them while one trial is under way."""

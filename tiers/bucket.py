@@ -1,7 +1,7 @@
 """One bucket of an S3-compatible service, one attempt at a time. The only boto3 and botocore imports.
 
 Owns the client. Called by the s3 tier and its helpers from any thread; whoever retries, and when, is ``caller``.
-Imports ``body``, ``errors``, ``s3_errors`` and ``s3_settings``.
+Imports ``body``, ``errors``, ``journal``, ``s3_errors`` and ``s3_settings``.
 
 What boto3 would do by default and why it is switched off: its checksums and trailers (other services reject them, or
 store the framing as data), its own retries (they know no deadline), ``Expect: 100-continue`` (a round trip more), and
@@ -33,6 +33,7 @@ from botocore.exceptions import (
 
 from terracekv.tiers.body import CUT_OFF, PIECE_BYTES, Body, Object
 from terracekv.tiers.errors import ConfigError, TierDown
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.s3_errors import MISSING, Forbidden, NoBucket, Refused, Unreachable, answer_of, error_of, plain
 from terracekv.tiers.s3_settings import S3Settings
 
@@ -41,7 +42,7 @@ REQUESTS_MAX = 4
 _FORBIDDEN_S = 60.0
 """A 403 on a name that may be missing is looked into once in so many seconds."""
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 # It would log a traceback for each answer whose headers it cannot read; what comes of that we say ourselves.
 logging.getLogger("urllib3.connection").setLevel(logging.ERROR)
 
@@ -221,13 +222,13 @@ class Bucket:
         )
         self._ask("create_bucket", deadline, **where)
 
-    def warn_once(self, text: str) -> None:
+    def warn_once(self, event: str, text: str) -> None:
         """Say something in the log, the first time only."""
         with self._lock:
             if text in self._warned:
                 return
             self._warned.add(text)
-        log.warning("%s", text)
+        journal.warning(event, text, tier="s3")
 
     def _connect(self) -> Any:
         settings = self.settings
@@ -330,8 +331,9 @@ class Bucket:
 
     def _warn_of_forbidden(self) -> None:
         self.warn_once(
+            Forbidden.own_event,
             f"bucket {self.settings.bucket} answers 403 where an object is missing or forbidden: taken as missing. "
-            "Grant s3:ListBucket on the bucket (and s3:GetObject on its objects) to tell the two apart"
+            "Grant s3:ListBucket on the bucket (and s3:GetObject on its objects) to tell the two apart",
         )
 
 

@@ -1,9 +1,9 @@
 """The disk tier: a log of segments, with the catalog as its index.
 
 Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file. Called by the daemon's worker threads;
-``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``coder``, ``disk_record``, ``entry``,
-``errors``, ``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and
-``upkeep``.
+``leading`` and ``status`` also on its event loop. Imports ``audit``, ``catalog``, ``coder``, ``disk_record``,
+``entry``, ``errors``, ``failpoint``, ``folder``, ``journal``, ``ledger``, ``namespace``, ``rolling``, ``segment``,
+``shelf``, ``tier`` and ``upkeep``.
 
 A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
 there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
@@ -14,11 +14,11 @@ were hit since being appended anew; so bytes on disk stay below the capacity by 
 """
 
 import errno
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from terracekv.tiers import upkeep
+from terracekv.tiers.audit import Audit
 from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog
 from terracekv.tiers.coder import Stored
 from terracekv.tiers.disk_record import DiskRecords
@@ -26,6 +26,7 @@ from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.folder import NAMES, OwnedFolder
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.rolling import Roller
@@ -40,7 +41,7 @@ _UNREACHABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EI
 _LOOKS = 3
 """Times a get looks a block up again that moved between the lookup and the read."""
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 
 def least_capacity_bytes(segment_bytes: int, catalog_bytes: int = MAP_STEP_BYTES) -> int:
@@ -125,7 +126,7 @@ class DiskTier:
             try:
                 catalog = Catalog(path, may_grow=self._may_grow)
             except Damaged as damage:
-                log.warning("%s", damage)
+                journal.warning(damage.event, str(damage), tier=self.name)
             else:
                 room = self.capacity_bytes - SMALL_BYTES - catalog.next_map_bytes
                 if not catalog.created and room >= SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES):
@@ -178,7 +179,7 @@ class DiskTier:
             self._failed(error)
             return Outcome.FAILED
         except TierFull as full:
-            self._ledger.last_error = full.message
+            self._ledger.noted(full)
             return Outcome.FULL
 
     def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
@@ -189,7 +190,7 @@ class DiskTier:
             self._failed(error)
             return Outcome.FAILED
         except TierFull as full:
-            self._ledger.last_error = full.message
+            self._ledger.noted(full)
             return Outcome.FAILED
         self._ledger.got(outcome, namespace.block_bytes)
         return outcome
@@ -232,6 +233,8 @@ class DiskTier:
             counters=self._ledger.counters(),
             last_error=self._ledger.last_error,
             last_error_at=self._ledger.last_error_at,
+            last_event=self._ledger.last_event,
+            advice=self._ledger.advice,
             details={
                 **self._shelf.counts(),
                 "segment_bytes": self._shelf.segment_bytes,
@@ -243,6 +246,15 @@ class DiskTier:
                 **self._records.report(),
             },
         )
+
+    def audit(self, after: str | None) -> Audit:
+        """Read some of the blocks that are listed, in the order of their ids, and check each against its record and its
+        entry; wrong ones are forgotten. For a worker thread; does not count as a use of them."""
+        start = bytes.fromhex(after or "")
+        found, wrong = upkeep.audit(self._catalog, self._shelf, self._records, self._namespaces, start)
+        for id, place, why in wrong:
+            self._quarantine(id, place, why)
+        return found
 
     def sync(self) -> None:
         """Make everything put so far survive a loss of power. OSError or TierDown when the medium cannot."""
@@ -383,4 +395,5 @@ class DiskTier:
         known = NAMES | {"catalog", "segments"}
         foreign = sorted(item.name for item in self.folder.iterdir() if item.name not in known) + self._shelf.foreign
         if foreign:
-            log.warning("%s holds files that are not ours, left alone: %s", self.folder, ", ".join(foreign))
+            text = f"{self.folder} holds files that are not ours, left alone: {', '.join(foreign)}"
+            journal.warning("TKV-DISK-FOREIGN", text, tier=self.name)

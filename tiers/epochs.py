@@ -127,7 +127,9 @@ class Epochs:
         except Raced:
             return False
         except NotOffered:
-            self._caller.bucket.warn_once("s3: no conditional writes here; flushes at the same moment may count as one")
+            self._caller.bucket.warn_once(
+                "TKV-S3-NOT-OFFERED", "s3: no conditional writes here; flushes at the same moment may count as one"
+            )
             self._put(id, epoch, {}, deadline)
         return True
 

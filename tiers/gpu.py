@@ -159,6 +159,9 @@ class GpuTier(SlotTier):
             self.counters.io_errors += 1
             self.last_error = str(error)
 
+    def _examine(self, namespace: Namespace, id: bytes, slot: Slot) -> Outcome:
+        return self._read(namespace, id, slot, memoryview(bytearray(self._table.sealed(slot.record).payload_bytes)))
+
     def _slabs_ready(self) -> int:
         return self._table.slabs
 

@@ -143,6 +143,9 @@ class HostTier(SlotTier):
         into[:] = self.payload(slot, len(into))
         return Outcome.HIT
 
+    def _examine(self, namespace: Namespace, id: bytes, slot: Slot) -> Outcome:
+        return self.verify(namespace, id, slot)
+
     def _slabs_ready(self) -> int:
         return self._arena.slabs_ready
 

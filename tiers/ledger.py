@@ -1,16 +1,18 @@
 """The counts of one tier and its last error.
 
-Owns both, under a lock of its own. Written by the parts of a tier from any thread. Imports ``tier``.
+Owns both, under a lock of its own. Written by the parts of a tier from any thread. Imports ``errors``, ``journal`` and
+``tier``.
 """
 
-import logging
 import threading
 import time
 from dataclasses import replace
 
+from terracekv.tiers.errors import Damaged, TierFull, event_and_advice
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.tier import Counters, Outcome
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 REPEATED_S = 60.0
 """The same words are logged once in so many seconds; all are counted."""
@@ -24,20 +26,13 @@ class Ledger:
         self._tier = tier
         self._lock = threading.Lock()
         self._counters = Counters()
-        self._last_error: str | None = None
+        self.last_error: str | None = None
+        """What went wrong last: in words, when, under which id, and what to do about it."""
         self.last_error_at: float | None = None
+        self.last_event: str | None = None
+        self.advice: str | None = None
         self._said: dict[str, float] = {}
         """What was logged of late, and when."""
-
-    @property
-    def last_error(self) -> str | None:
-        """What went wrong last; setting it notes the time."""
-        return self._last_error
-
-    @last_error.setter
-    def last_error(self, why: str) -> None:
-        self._last_error = why
-        self.last_error_at = time.time()
 
     def put(self, size: int) -> None:
         """A block of ``size`` bytes was stored."""
@@ -63,15 +58,29 @@ class Ledger:
 
     def damaged(self, why: str) -> None:
         """Stored bytes were wrong."""
-        log.warning("%s tier: %s; it is forgotten", self._tier, why)
+        error = Damaged(why, "it is forgotten, and stored anew when it is computed; if it goes on, suspect the medium")
+        journal.warning(error.event, f"{self._tier} tier: {why}; it is forgotten", tier=self._tier)
         with self._lock:
             self._counters.checksum_failures += 1
-            self.last_error = why
+        self.noted(error)
+
+    def noted(self, error: Exception) -> None:
+        """What went wrong last was this; it is neither counted nor logged."""
+        self._note(getattr(error, "message", "") or str(error), *event_and_advice(error))
+
+    def full(self, why: str, advice: str) -> None:
+        """A block was refused for want of room."""
+        self._note(why, TierFull.own_event, advice)
+
+    def _note(self, text: str, event: str, advice: str) -> None:
+        with self._lock:
+            self.last_error, self.last_error_at, self.last_event, self.advice = text, time.time(), event, advice
 
     def failed(self, error: Exception) -> None:
         """The medium raised an error."""
         # Its text only: whoever keeps the record would keep the frames of its traceback, and the sockets in them.
         text, now = str(error), time.monotonic()
+        self.noted(error)
         with self._lock:
             self._counters.io_errors += 1
             self.last_error = text
@@ -81,7 +90,7 @@ class Ledger:
                     self._said.clear()
                 self._said[text] = now
         if new:
-            log.warning("%s tier: %s", self._tier, text)
+            journal.warning(event_and_advice(error)[0], f"{self._tier} tier: {text}", tier=self._tier)
 
     def counters(self) -> Counters:
         """A copy."""

@@ -35,7 +35,7 @@ class Roller:
     def room(self, pages: int) -> tuple[Segment, int] | None:
         """Room for a record, after evicting if need be; None when nothing can be evicted."""
         if pages * PAGE > self._shelf.segment_bytes:
-            self._ledger.last_error = f"a block of {pages * PAGE} bytes is larger than a segment"
+            self._ledger.full(f"a block of {pages * PAGE} bytes is larger than a segment", "raise disk.segment")
             return None
         while True:
             if room := self._shelf.take(pages):
@@ -53,10 +53,10 @@ class Roller:
         while self._shelf.over_limit() and self._evict(save=False):
             pass
         if not self._shelf.can_advance() and not self._evict_now():
-            self._ledger.last_error = "every segment is being read or written"
+            self._ledger.full("every segment is being read or written", "raise disk.size, or lower disk.segment")
             return False
         if not self._shelf.advance() and not (self._evict_now() and self._shelf.advance()):
-            self._ledger.last_error = "the disk has no room for a segment"
+            self._ledger.full("the disk has no room for a segment", "free space there, or lower disk.free_floor")
             return False
         if not self._shelf.can_advance():
             self._evict(save=True)

@@ -10,7 +10,6 @@ object may be stored, age out or rot at any time, and only a get tells. Within o
 take turns, and what a slower question learned meanwhile is not noted over what they did.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.coder import Coder, Stored
 from terracekv.tiers.epochs import Epochs
 from terracekv.tiers.errors import ConfigError, Damaged, TerraceError, TierDown
+from terracekv.tiers.journal import INTERNAL, Journal
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.presence import PresenceCache
@@ -31,6 +31,7 @@ from terracekv.tiers.s3_errors import Forbidden, Full, NoBucket, Refused
 from terracekv.tiers.s3_record import header, key_of, pack, payload, place_of
 from terracekv.tiers.s3_settings import S3Settings
 from terracekv.tiers.scout import Scout
+from terracekv.tiers.steady import Steady
 from terracekv.tiers.tier import Outcome, TierStatus
 
 MARKER = b"TerraceKV keeps blocks of KV cache here. This object is written and read back at every start.\n"
@@ -41,7 +42,7 @@ _CLOSED = TierDown("the tier is closed")
 QUARANTINE_S = 24 * 3600.0
 """A damaged object is taken as absent for so long in this process, unless a put replaces it before."""
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 
 class S3Tier:
@@ -65,7 +66,7 @@ class S3Tier:
         self.read_only = False
         """The credentials may not write."""
         self._closing = threading.Event()
-        self._recovery = threading.Thread(target=self._recover, name="terracekv-s3-recovery", daemon=True)
+        self._recovery = Steady("s3-recovery", self._recover)
         self._recovery.start()
 
     def probe(self, timeout_s: float = 10.0) -> bool:
@@ -119,7 +120,7 @@ class S3Tier:
                     return Outcome.STALE
                 self._scout.presence.note(namespace.stamp, id, True, self.settings.present_ttl_s)
         except Full as full:
-            self._ledger.last_error = full.message
+            self._ledger.noted(full)
             return Outcome.FULL
         except TierDown as error:
             self._failed(error)
@@ -217,6 +218,8 @@ class S3Tier:
             counters=self._ledger.counters(),
             last_error=self.breaker.reason or self._ledger.last_error,
             last_error_at=self._ledger.last_error_at if up else None,
+            last_event=self._ledger.last_event,
+            advice=self._ledger.advice,
             details={
                 "breaker": str(self.breaker.state),
                 "breaker_opened": self.breaker.times_opened,
@@ -323,7 +326,7 @@ class S3Tier:
             bucket.put(key, [MARKER], deadline)
         except Forbidden as error:
             self.read_only = True
-            bucket.warn_once(f"s3: nothing will be stored: {error}")
+            bucket.warn_once(error.event, f"s3: nothing will be stored: {error}")
         except Full as error:
             self._ledger.failed(error)  # room may come; what is there can be read
         found = bucket.read(key, 2 * len(MARKER), deadline)
@@ -346,8 +349,8 @@ class S3Tier:
                 return
             try:
                 self._caller.trial(lambda: self._examine(time.monotonic() + TRIAL_S))
-            except Exception:
-                log.exception("s3 tier: a trial failed in a way not foreseen")
+            except Exception as error:
+                journal.failed(INTERNAL, "s3 tier: a trial failed in a way not foreseen", error, tier=self.name)
             else:
                 if self.breaker.state is State.CLOSED:
-                    log.info("s3 tier: bucket %s answers again", self.settings.bucket)
+                    journal.info("TKV-S3-UP", f"s3 tier: bucket {self.settings.bucket} answers again", tier=self.name)

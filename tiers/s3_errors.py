@@ -28,37 +28,55 @@ _PERMISSIONS = {
 class Unreachable(TierDown):
     """The server did not answer in time, or with an error of its own."""
 
+    own_event = "TKV-S3-UNREACHABLE"
+
 
 class Busy(TierDown):
     """The server asks for fewer calls."""
+
+    own_event = "TKV-S3-BUSY"
 
 
 class Expired(TierDown):
     """The credentials have run out; fresh ones may be had."""
 
+    own_event = "TKV-S3-EXPIRED"
+
 
 class Refused(TierDown):
     """The server does not accept who we are."""
+
+    own_event = "TKV-S3-REFUSED"
 
 
 class Forbidden(TierDown):
     """The server knows us, but we may not do this; other calls may well succeed."""
 
+    own_event = "TKV-S3-FORBIDDEN"
+
 
 class NoBucket(TierDown):
     """There is no such bucket."""
+
+    own_event = "TKV-S3-NO-BUCKET"
 
 
 class Full(TierDown):
     """The server takes no more bytes; what it has can be read."""
 
+    own_event = "TKV-S3-FULL"
+
 
 class NotOffered(TierDown):
     """The server does not have this feature of S3."""
 
+    own_event = "TKV-S3-NOT-OFFERED"
+
 
 class Raced(TierDown):
     """A conditional write found that somebody else was quicker."""
+
+    own_event = "TKV-S3-RACED"
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Scout:
         self._young = PresenceTable(settings.presence_entries if settings.ttl_s else 8)
         """Objects that need no new date yet."""
         self._stripes = [Stripe() for _ in range(_STRIPES)]
-        self._threads = ThreadPoolExecutor(settings.head_workers, thread_name_prefix="terracekv-s3-head")
+        self._threads = ThreadPoolExecutor(settings.head_workers, thread_name_prefix="head-s3")
         self._lock = threading.Lock()
         self.heads = 0
         self.redated = 0
@@ -158,7 +158,9 @@ class Scout:
             if not self._caller.call(lambda: bucket.renew(about.key, deadline), deadline):
                 return None
         except NotOffered:
-            bucket.warn_once("s3: objects cannot be copied here, so blocks age out however often they are read")
+            bucket.warn_once(
+                "TKV-S3-NOT-OFFERED", "s3: objects cannot be copied here, so blocks age out however often they are read"
+            )
             self.note_age(namespace, id, 0.0)
             return False
         self.note_age(namespace, id, 0.0)

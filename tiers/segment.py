@@ -11,7 +11,6 @@ another file, left at a place is recognised by its generation.
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import re
@@ -25,6 +24,7 @@ from terracekv.tiers.checksum import checksum
 from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.failpoint import failpoint
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.tier import PAGE
 
 MAGIC = int.from_bytes(b"TRKV", "little")
@@ -41,7 +41,7 @@ _SCAN_PAGES = 16
 _NAME = re.compile(r"[0-9a-f]{8}\.segment")
 _UNFIT = (errno.EINVAL, errno.EOPNOTSUPP)
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 
 def pages_of(size: int) -> int:
@@ -303,5 +303,6 @@ class SegmentFiles:
     def _fall_back(self, error: OSError) -> None:
         with self._mode_lock:
             if self._direct:
-                log.warning("%s does not take direct I/O (%s): buffered from now on", self.folder, error.strerror)
+                text = f"{self.folder} does not take direct I/O ({error.strerror}): buffered from now on"
+                journal.warning("TKV-DISK-BUFFERED", text, tier="disk")
             self._direct = False

@@ -9,11 +9,12 @@ I/O of blocks or a call of the catalog. Called by the disk tier from any thread.
 """
 
 import errno
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 
+from terracekv.tiers.errors import event_and_advice
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.segment import SegmentFiles
 from terracekv.tiers.tier import PAGE
 
@@ -22,7 +23,7 @@ OVERHEAD_BYTES = 2 * PAGE
 SEGMENTS_MIN = 2
 """One takes appends while the blocks of the other that were hit are saved into it."""
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 
 class Segment:
@@ -285,7 +286,8 @@ class Shelf:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                log.warning("no room for another segment in %s: %s", self.files.folder, error)
+                text = f"no room for another segment in {self.files.folder}: {error}"
+                journal.warning(event_and_advice(error)[0], text, tier="disk")
                 return False
             finally:
                 self._creating = 0

@@ -259,6 +259,8 @@ class SlotTable:
 
     def slots_in_slab(self, slab: int) -> list[int]:
         """Records of the slab's slots that are not FREE: among them, after a crash, such as are in no state at all."""
+        if not self._slot_bytes[slab]:
+            return []
         return [record for record in self._records(slab) if self._table[record + _STATE_AT] != _FREE]
 
     def occupied(self) -> Iterator[int]:

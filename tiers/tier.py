@@ -76,6 +76,10 @@ class TierStatus:
     last_error: str | None = None
     last_error_at: float | None = None
     """When that was, of ``time.time``; None when there is none, or it is still so."""
+    last_event: str | None = None
+    """Its id: a section of ``docs/errors.md``."""
+    advice: str | None = None
+    """What to do about it."""
     details: dict[str, int | float | str | None] = field(default_factory=dict)
 
 

@@ -1,23 +1,30 @@
 """Upkeep of the disk tier: rebuilding the catalog from segments, dropping what is stale, comparing the books.
 
 Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threads, beside puts and gets. Imports
-``catalog``, ``codec_id``, ``entry``, ``errors``, ``namespace``, ``segment``, ``shelf`` and ``tier``.
+``audit``, ``catalog``, ``codec_id``, ``disk_record``, ``entry``, ``errors``, ``journal``, ``namespace``, ``segment``,
+``shelf`` and ``tier``.
 """
 
-import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
+from terracekv.tiers.audit import Audit
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.codec_id import known
+from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.entry import Entry, Place
-from terracekv.tiers.errors import TierFull
+from terracekv.tiers.errors import TierFull, event_and_advice
+from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.segment import Record
 from terracekv.tiers.shelf import Segment, Shelf
 
 _BATCH = 1024
+AUDIT_BLOCKS = 256
+AUDIT_BYTES = 64 << 20
+"""An audit looks at so much at a time."""
 
-log = logging.getLogger(__name__)
+journal = Journal(__name__)
 
 
 class Rebuild:
@@ -52,10 +59,11 @@ class Rebuild:
                 try:
                     self._adopt(segment)
                 except TierFull as full:
-                    log.warning("older blocks are not listed: %s", full)
+                    journal.warning(full.event, f"older blocks are not listed: {full}", tier="disk")
                     self._unscanned = [segment]
                 except OSError as error:
-                    log.warning("segment %d cannot be read: %s", segment.number, error)
+                    text = f"segment {segment.number} cannot be read: {error}"
+                    journal.warning(event_and_advice(error)[0], text, tier="disk")
                 finally:
                     self._shelf.unpin(segment)
             self._unscanned.pop(0)
@@ -94,6 +102,51 @@ def drop_stale(catalog: Catalog, namespace: Namespace) -> int:
         if places:
             gone += catalog.forget(places)
     return gone
+
+
+def audit(
+    catalog: Catalog, shelf: Shelf, records: DiskRecords, namespaces: Namespaces, after: bytes
+) -> tuple[Audit, list[tuple[bytes, Place | None, str]]]:
+    """Some of the blocks behind ``after``: what was found, and what is to be forgotten, with the reason."""
+    found, wrong = Audit(), list[tuple[bytes, Place | None, str]]()
+    stamps = {namespace.stamp: namespace for namespace in namespaces}
+    rows, looked_at, read_bytes = catalog.entries(after, AUDIT_BLOCKS), 0, 0
+    for id, entry in rows:
+        if read_bytes > AUDIT_BYTES:
+            break
+        looked_at += 1
+        if entry is None:
+            wrong.append((id, None, f"the catalog's entry of block {id.hex()} is wrong"))
+            continue
+        namespace = stamps.get(entry.stamp)
+        if namespace is None:
+            found.passed_over += 1
+            continue
+        read_bytes += entry.stored_bytes
+        found.checked += 1
+        if why := _wrong(shelf, records, replace(namespace, block_bytes=entry.payload_bytes), id, entry):
+            still = catalog.get(id)  # moved or replaced since: then what was read is not what is listed
+            if still == entry:
+                wrong.append((id, (id, entry.segment, entry.page), why))
+    if looked_at < len(rows) or len(rows) == AUDIT_BLOCKS:
+        found.next = rows[looked_at - 1][0].hex()
+    found.wrong = {id.hex(): why for id, _, why in wrong}
+    return found, wrong
+
+
+def _wrong(shelf: Shelf, records: DiskRecords, namespace: Namespace, id: bytes, entry: Entry) -> str | None:
+    """What is wrong with a block on disk, if anything is."""
+    where = f"block {id.hex()} at segment {entry.segment}, page {entry.page}"
+    segment = shelf.pin(entry.segment)
+    if segment is None:
+        return f"{where}: there is no such segment"
+    try:
+        whole = records.read(namespace, id, entry, memoryview(bytearray(entry.payload_bytes)))
+    except OSError as error:
+        return f"{where} cannot be read: {error}"
+    finally:
+        shelf.unpin(segment)
+    return None if whole else f"{where} is damaged"
 
 
 def check_entries(catalog: Catalog, shelf: Shelf) -> None:

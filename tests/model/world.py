@@ -55,9 +55,10 @@ class StepMover(Mover):
         self.queue_bytes_max = queue_bytes
         self.queue_bytes = 0
         self.failures = 0
+        self._running = {}
         self.jobs: list[tuple[Callable[[], Any], asyncio.Future[Any], int]] = []
 
-    def load(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+    def load(self, work: Callable[[], T], *, limit_s: float | None = None, shed: bool = False) -> "asyncio.Future[T]":
         """See ``Mover``."""
         future: asyncio.Future[T] = self._loop.create_future()
         self.jobs.append((work, future, 0))

@@ -277,5 +277,5 @@ def test_close_ends_a_recovery_that_is_under_way(nodes: Nodes, stub: S3Stub) -> 
         a.tier.breaker.trip(TierDown("for the test"))
         until(lambda: a.tier.breaker.state is State.HALF_OPEN, "a trial begins")
         a.tier.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("terracekv-s3")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith(("s3-", "head-s3"))]
         stub.switches.stall = False

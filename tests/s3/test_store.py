@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from terracekv.daemon.store import Found
+from terracekv.daemon.stats import Found
 from terracekv.tests.hosts import SLOTS
 from terracekv.tests.s3_cluster import CHAIN, KEYS, Cluster, come, loaded, opened_cluster
 from terracekv.tests.stores import SLOT, Arrivals, ids_of, key

@@ -288,7 +288,7 @@ def answers(draw: st.DrawFn) -> bytes:
 
 def test_no_answer_at_all_raises_anything_else(a: Node, stub: S3Stub) -> None:
     bucket = a.tier._bucket
-    bucket.warn_once = lambda text: None  # type: ignore[method-assign]
+    bucket.warn_once = lambda event, text: None  # type: ignore[method-assign]
 
     @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
     @given(sent=answers(), what=st.lists(st.sampled_from(sorted(calls(bucket, a))), min_size=1, max_size=4))

@@ -1,0 +1,84 @@
+"""The log: what one event looks like as a line, and how many lines of a kind are written.
+
+Owns the handler on standard error. Called once by ``__main__`` before anything is said; formats in whatever thread
+speaks. Imports the standard library only.
+
+A line has the time, the level, the id of the event and its fields. Events without an id are of libraries: ``-``. A
+traceback, and the stacks that the watchdog writes, follow their line in text and are a field of it in JSON.
+"""
+
+import json
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+WINDOW_S = 60.0
+LINES_MAX = 20
+"""Lines of one event in a window; how many more there would have been stands in the first of the next one."""
+NOBODY = "-"
+
+
+class Lines(logging.Formatter):
+    """``TIME LEVEL EVENT MESSAGE FIELD=VALUE ...``, or an object of JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        super().__init__()
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See ``logging``."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        event, message = event_of(record), record.getMessage()
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        if self._as_json:
+            line = {"time": moment, "level": record.levelname.lower(), "event": event, "from": record.name}
+            line |= {"message": message, **fields} | ({"traceback": trace} if trace else {})
+            return json.dumps(line, default=str)
+        shown = "".join(f" {name}={value}" for name, value in fields.items() if " " not in str(value))
+        first, newline, rest = message.partition("\n")
+        return "\n".join(filter(None, [f"{moment} {record.levelname} {event} {first}{shown}", newline and rest, trace]))
+
+
+class Sparing(logging.Filter):
+    """Lets through ``LINES_MAX`` lines of an event in ``WINDOW_S`` seconds. Libraries' lines count by their logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See ``logging``."""
+        event = event_of(record)
+        kind = record.name if event == NOBODY else event
+        now = time.monotonic()
+        with self._lock:
+            since, count = self._seen.get(kind, (now, 0))
+            left_out = 0
+            if now - since >= WINDOW_S:
+                left_out, since, count = max(0, count - LINES_MAX), now, 0
+            self._seen[kind] = since, count + 1
+        if left_out:
+            record.fields = {**getattr(record, "fields", {}), "left_out": left_out}
+        return count < LINES_MAX
+
+
+def event_of(record: logging.LogRecord) -> str:
+    """The id of the event that a record tells of."""
+    return str(getattr(record, "event", NOBODY))
+
+
+def to_stderr(level: str, form: str) -> None:
+    """Write the log there, from ``level`` on, as ``text`` or ``json``.
+
+    Libraries never below INFO: what they tell a debugger has signatures and session tokens in it."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Lines(form == "json"))
+    handler.addFilter(Sparing())
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(max(logging.INFO, logging.getLevelNamesMapping()[level]))
+    logging.getLogger("terracekv").setLevel(level)
