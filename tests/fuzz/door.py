@@ -12,20 +12,18 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from terracekv.daemon import protocol
 from terracekv.daemon.engine_door import Connection, EngineDoor
-from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH
-from terracekv.tests.fuzz.frames import Frames, Handle
+from terracekv.daemon.protocol import LENGTH
+from terracekv.tests.fuzz.frames import Frames
 from terracekv.tests.fuzz.mutants import Mutants
+from terracekv.tests.fuzz.owed import Owed
 from terracekv.tests.harness import hello
 from terracekv.tests.stores import World, key
 
@@ -34,8 +32,6 @@ PEERS = 6
 LIFE = 400
 """Frames of a connection, about; then it hangs up in the middle of whatever it does."""
 GROWTH_BYTES_MAX = 64 << 20
-ASKS = (protocol.Lookup, protocol.Acquire, protocol.Reserve, protocol.Commit)
-COMES_ONCE = (protocol.Found, protocol.Leased, protocol.Reserved, protocol.Committed, protocol.Error)
 GOOD = [key(1000 + index) for index in range(3)]
 """Blocks of the well-behaved session."""
 
@@ -68,44 +64,26 @@ class Pipe(asyncio.Transport):
         """All is read here."""
 
 
-@dataclass(eq=False)
 class Peer:
-    """One connection, what it is owed, and what it got."""
+    """One connection of the door, and what it is owed."""
 
-    door: EngineDoor
-    owed: Counter[int] = field(default_factory=Counter)
-    got: Counter[int] = field(default_factory=Counter)
-    owed_nameless: int = 0
-    """Frames without an id that were wrong, and requests whose id is 0: their answers cannot be told apart."""
-    got_nameless: int = 0
-    greeted: bool = False
-    left: bool = False
-    last: protocol.Answer | None = None
-    handles: deque[Handle] = field(default_factory=lambda: deque([(1, []), (2, [0])], maxlen=8))
-    """Leases and reservations that it was given, so that its frames hit some."""
-    _stream: bytes = b""
-
-    def __post_init__(self) -> None:
-        self.connection = Connection(self.door)
-        self.pipe = Pipe(lambda: self.connection.connection_lost(None))
-        self.connection.connection_made(self.pipe)
+    def __init__(self, door: EngineDoor) -> None:
+        self.owed = Owed()
+        self.left = False
+        connection = Connection(door)
+        self.pipe = Pipe(lambda: connection.connection_lost(None))
+        self._connection = connection
+        connection.connection_made(self.pipe)
 
     @property
     def closed(self) -> bool:
         return self.pipe.is_closing()
 
     def send(self, data: bytes) -> None:
-        """Note what the frames in ``data`` are owed, and hand it to the door."""
-        if self.closed:
-            return
-        self._stream += data
-        while len(self._stream) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._stream)
-            if length > FRAME_BYTES_MAX or len(self._stream) < LENGTH.size + length:
-                break
-            self._owe(self._stream[LENGTH.size : LENGTH.size + length])
-            self._stream = self._stream[LENGTH.size + length :]
-        self.connection.data_received(data)
+        """Hand it to the door, unless that has closed the connection."""
+        if not self.closed:
+            self.owed.sent(data)
+            self._connection.data_received(data)
 
     def hang_up(self) -> None:
         """The engine is gone, without a word."""
@@ -113,54 +91,20 @@ class Peer:
         if not self.closed:
             self.pipe.close()
 
-    def answers(self) -> Iterator[protocol.Answer]:
-        """What has come since the last call; counted."""
+    def answers(self) -> list[protocol.Answer]:
+        """What has come since the last call; noted."""
         written, self.pipe.written = self.pipe.written, []
+        found = []
         for data in written:
             assert LENGTH.unpack_from(data)[0] == len(data) - LENGTH.size, "an answer is framed wrongly"
-            answer = self.last = protocol.answer_decoder.decode(data[LENGTH.size :])
-            self._count(answer)
-            yield answer
+            found.append(protocol.answer_decoder.decode(data[LENGTH.size :]))
+            self.owed.came(found[-1])
+        return found
 
-    def settled(self) -> str | None:
-        """What is wrong with the answers, once nothing is under way; None when they are what was owed."""
-        for _ in self.answers():
-            continue
-        if self.left:
-            return None
-        if self.closed:
-            told = isinstance(self.last, protocol.Refused | protocol.Error)
-            return None if told else f"closed without a reason after {self.last}"
-        if missing := self.owed - self.got:
-            return f"not answered: ids {dict(missing)}"
-        if extra := self.got - self.owed:
-            return f"answered too often: ids {dict(extra)}"
-        if self.got_nameless < self.owed_nameless:
-            return f"{self.owed_nameless} frames without an id are owed an answer, {self.got_nameless} came"
-        return None
-
-    def _owe(self, body: bytes) -> None:
-        try:
-            request = protocol.request_decoder.decode(body)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            self.owed_nameless += 1
-            return
-        if isinstance(request, ASKS):
-            self._add(request.id, self.owed)
-            self.owed_nameless += not request.id
-        elif isinstance(request, protocol.Hello):
-            self.owed_nameless += self.greeted
-            self.greeted = True
-
-    def _count(self, answer: protocol.Answer) -> None:
-        assert not (isinstance(answer, protocol.Error) and "the daemon failed" in answer.message), answer
-        if isinstance(answer, COMES_ONCE):
-            self._add(answer.id, self.got)
-            self.got_nameless += not answer.id
-
-    def _add(self, id: int, to: Counter[int]) -> None:
-        if id:
-            to[id] += 1
+    def settled(self) -> None:
+        """Nothing is under way any more: the answers are what was owed."""
+        self.answers()
+        assert self.left or (wrong := self.owed.wrong(self.closed)) is None, wrong
 
 
 class Listening(logging.Handler):
@@ -244,7 +188,7 @@ class DoorFuzz:
             if len(self.peers) < PEERS:
                 self._join()
             peer = self.random.choice(self.peers)
-            self.frames.handles = peer.handles
+            self.frames.handles = peer.owed.handles
             data = self.frames.next()
             self.recent = [*self.recent[-2:], data]
             self.sent += 1
@@ -252,7 +196,7 @@ class DoorFuzz:
                 peer.send(part)
             if self.random.randrange(8) == 0:
                 await asyncio.sleep(0)
-                self._listen(peer)
+                peer.answers()
             if peer.closed or self.random.randrange(LIFE) == 0:
                 await self._part_with(peer)
         await self._settle()
@@ -269,33 +213,22 @@ class DoorFuzz:
         at = sorted(self.random.sample(range(len(data) + 1), 2))
         return [data[: at[0]], data[at[0] : at[1]], data[at[1] :]]
 
-    def _listen(self, peer: Peer) -> None:
-        """Learn the handles that the door gives out, as an engine would."""
-        for answer in peer.answers():
-            self.answered[type(answer).__name__] += 1
-            if isinstance(answer, protocol.Leased):
-                peer.handles.append((answer.lease, []))
-            elif isinstance(answer, protocol.Reserved):
-                written = [index for index, slot in enumerate(answer.slots) if slot is not None]
-                peer.handles.append((answer.reservation, written))
-            elif isinstance(answer, protocol.Committed):
-                self.answered["stored"] += len(answer.stored)
-
     async def _part_with(self, peer: Peer) -> None:
         """Sometimes an engine waits for all answers, sometimes it is just gone."""
         self.peers.remove(peer)
         if not peer.closed and self.random.randrange(2):
             await self._idle()
-            assert (wrong := peer.settled()) is None, wrong
-        elif peer.closed:
-            assert (wrong := peer.settled()) is None, wrong
+        if not self.door._tasks or peer.closed:
+            peer.settled()
+        self.answered += peer.owed.answered
         peer.hang_up()
 
     async def _settle(self) -> None:
         """End of a batch: all peers get what they are owed, then go; the books balance, and others are served."""
         await self._idle()
         for peer in self.peers:
-            assert (wrong := peer.settled()) is None, wrong
+            peer.settled()
+            self.answered += peer.owed.answered
             peer.hang_up()
         self.peers.clear()
         await asyncio.sleep(0)

@@ -1,6 +1,6 @@
 """Hostile bytes from a seed: the same seed makes the same bytes, so a failure is repeated by its number.
 
-Owns the kept corpus (``corpus/``) and a generator of random numbers. Called by the other fuzzers. Standard library only.
+Owns the kept corpus (``corpus/``) and a generator of chance. Called by the other fuzzers. Standard library only.
 """
 
 import json
