@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey
+from terracekv.daemon.descriptors import raise_limit
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
@@ -47,6 +48,7 @@ def run(config: Config) -> int:
     _log_to_stderr(config.daemon.log_level.upper())
     started = time.monotonic()
     sys.setswitchinterval(SWITCH_S)
+    raise_limit()
     failpoint.arm(config.failpoints)
     try:
         require_folders(config)
