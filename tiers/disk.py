@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from terracekv.tiers import upkeep
-from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog
+from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES, Catalog
 from terracekv.tiers.coder import Stored
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.entry import Entry, Place
@@ -121,7 +121,7 @@ class DiskTier:
         While it is not whole no state vouches for it, so a crash before the rebuild ends leads to another rebuild.
         """
         path = self.folder / "catalog"
-        if self._owned.trusted(self._namespaces.identity):
+        if self._owned.trusted(self._namespaces.identity, path / DATA):
             try:
                 catalog = Catalog(path, may_grow=self._may_grow)
             except Damaged as damage:
@@ -131,6 +131,8 @@ class DiskTier:
                 if not catalog.created and room >= SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES):
                     return catalog, True
                 catalog.close()
+        elif self._owned.was_clean:
+            log.warning("%s is not as it was left: it is rebuilt from segments", path)
         self._owned.distrust()
         Catalog.discard(path)
         return Catalog(path, may_grow=self._may_grow), False
@@ -270,7 +272,7 @@ class DiskTier:
             self.sync()
             self._catalog.close()
             if self._catalog.sound and not self.rebuilding:
-                self._owned.closed(self._namespaces.identity)
+                self._owned.closed(self._namespaces.identity, self.folder / "catalog" / DATA)
         except (OSError, TierDown) as error:
             self._failed(error)
         finally:
