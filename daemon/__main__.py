@@ -19,6 +19,7 @@ import uvloop
 
 from terracekv.daemon import tasks
 from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey, version
+from terracekv.daemon.descriptors import raise_limit
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.heartbeat import Heartbeat
@@ -56,6 +57,7 @@ def run(config: Config) -> int:
     started = time.monotonic()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the watchdog answers to it
     sys.setswitchinterval(SWITCH_S)
+    raise_limit()
     failpoint.arm(config.failpoints)
     try:
         require_folders(config)

@@ -1,7 +1,8 @@
 """The engine door: a Unix socket on which engines ask for blocks. Messages are those of ``protocol.py``.
 
 Owns the listening socket and one ``Connection`` for each engine. Runs on the event loop and never blocks it. Imports
-``gpus``, ``hello``, ``own_socket``, ``protocol``, ``sessions``, ``sharing``, ``store``, ``wire`` and ``tiers``.
+``descriptors``, ``gpus``, ``hello``, ``own_socket``, ``protocol``, ``sessions``, ``sharing``, ``store``,
+``unfinished``, ``wire`` and ``tiers``.
 
 Every request is answered, in order except for those that wait (Commit, what comes after Leased, and Lookup and Acquire
 of blocks of which only a distant tier can tell). A frame that cannot be read is answered by Error; one that is too
@@ -18,6 +19,7 @@ from typing import Any, cast
 import msgspec
 
 from terracekv.daemon import protocol, tasks
+from terracekv.daemon.descriptors import most
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.hello import judge
 from terracekv.daemon.own_socket import take_over
@@ -26,7 +28,8 @@ from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.sharing import Sharing
 from terracekv.daemon.stats import Found
 from terracekv.daemon.store import Store
-from terracekv.daemon.wire import distinct, slots_of, wire
+from terracekv.daemon.unfinished import BYTES_MAX, Unfinished
+from terracekv.daemon.wire import distinct, slots_of, wire, within_s
 from terracekv.tiers.errors import BadRequest, TerraceError, TierStuck
 from terracekv.tiers.journal import INTERNAL, Journal
 from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable
@@ -35,13 +38,11 @@ from terracekv.tiers.tier import Outcome
 journal = Journal(__name__)
 
 CONNECTIONS_MAX = 1024
+BACKLOG = 512
 HELLO_S = 5.0
 """Time for a new connection to say who it is."""
-DEADLINE_MS_MAX = 600_000
 ASK_S_MAX = 2.0
 """Of the time of an Acquire, what may be spent on finding out what there is to lease."""
-ANSWER_MS = 20.0
-"""Kept of a deadline for the way back, or a tenth of it if that is less."""
 NAMESPACES_MAX = 4096
 PIN_S_MAX = 60.0
 
@@ -63,13 +64,14 @@ class EngineDoor:
         self.connections: set[Connection] = set()
         self.closing = False
         self.errors = 0
+        self.unfinished = Unfinished()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
         """Open the door. A socket that a dead daemon left is replaced; one that answers is InUse."""
         take_over(self.path)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Connection(self), str(self.path))
+        self._server = await loop.create_unix_server(lambda: Connection(self), str(self.path), backlog=BACKLOG)
         os.chmod(self.path, 0o600)
         self._files = {path: path.stat().st_ino for path in (self.arena, self.table.path, self.path)}
 
@@ -129,14 +131,15 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
         self._door.connections.add(self)
-        if len(self._door.connections) > CONNECTIONS_MAX:
-            self._send(protocol.Refused("connections", f"{CONNECTIONS_MAX} engines are connected already"))
+        if len(self._door.connections) > (limit := most(CONNECTIONS_MAX)):
+            self._send(protocol.Refused("connections", f"{limit} engines are connected already"))
             transport.close()
             return
         self._hello_timer = asyncio.get_running_loop().call_later(HELLO_S, self._no_hello)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._door.connections.discard(self)
+        self._door.unfinished.keep(self, 0)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         if self._session is not None:
@@ -160,11 +163,7 @@ class Connection(asyncio.Protocol):
         while len(buffer) - start >= LENGTH.size:
             (length,) = LENGTH.unpack_from(buffer, start)
             if length > FRAME_BYTES_MAX:
-                self._fail(
-                    0, BadRequest(f"a frame of {length} bytes; the limit is {FRAME_BYTES_MAX}", "split the keys")
-                )
-                buffer.clear()
-                self._transport.close()
+                self._break_off(f"a frame of {length} bytes; the limit is {FRAME_BYTES_MAX}", "split the keys")
                 return
             end = start + LENGTH.size + length
             if len(buffer) < end:
@@ -175,6 +174,15 @@ class Connection(asyncio.Protocol):
                 buffer.clear()
                 return
         del buffer[:start]
+        if not self._door.unfinished.keep(self, len(buffer)):
+            self._break_off(
+                f"frames that have not ended take {BYTES_MAX} bytes already", "send a frame without a pause"
+            )
+
+    def _break_off(self, why: str, hint: str) -> None:
+        self._fail(0, BadRequest(why, hint))
+        self._buffer.clear()
+        self._transport.close()
 
     def _frame(self, body: bytes) -> None:
         id = 0
@@ -215,7 +223,7 @@ class Connection(asyncio.Protocol):
         elif isinstance(request, protocol.Abort):
             self._door.sessions.abort(session, request.reservation)
         elif isinstance(request, protocol.Pin):
-            self._door.spawn(self._pin(session, request))
+            self._door.spawn(self._pin(session, session.ids_of(protocol.split_keys(request.keys)), request.ttl_ms))
         elif isinstance(request, protocol.Opened):
             if (refused := self._door.sharing.opened(session, request.why)) is not None:
                 self._fail(0, BadRequest(refused.reason, "set gpu.strict to false to serve such engines from host"))
@@ -274,12 +282,11 @@ class Connection(asyncio.Protocol):
 
             self._door.spawn(self._later(0, question, ASK_S_MAX, more))
 
-    async def _pin(self, session: Session, request: protocol.Pin) -> None:
+    async def _pin(self, session: Session, ids: list[bytes], ttl_ms: int) -> None:
         try:
-            ids = session.ids_of(protocol.split_keys(request.keys))
             async with asyncio.timeout(PIN_S_MAX):
-                await self._door.store.pins.pin(self._door.sessions.current(session), ids, request.ttl_ms / 1e3)
-        except (TerraceError, ValueError, TimeoutError) as error:
+                await self._door.store.pins.pin(self._door.sessions.current(session), ids, ttl_ms / 1e3)
+        except (TerraceError, TimeoutError) as error:
             journal.warning("TKV-PIN", f"an engine's pin was not done: {error or 'it took too long'}")
 
     def _lookup(self, session: Session, request: protocol.Lookup) -> None:
@@ -338,7 +345,7 @@ class Connection(asyncio.Protocol):
                 self._send(protocol.Ready(handle, [key], []))
 
         handle, lease = self._door.sessions.acquire(session, keys, arrived, near=request.gpu)
-        slots = [] if session.shard is None else slots_of(lease)
+        slots = [] if session.shard is None else slots_of(lease, len(keys))
         blocks = (len(lease.slots) + len(lease.near) + len(lease.pending)) // per_key
         pending = sorted({index // per_key for index in lease.pending})
         self._send(protocol.Leased(request.id, handle, blocks, slots, pending))
@@ -391,9 +398,3 @@ class Connection(asyncio.Protocol):
     def _send(self, answer: protocol.Answer) -> None:
         if not self._transport.is_closing():
             self._transport.write(protocol.frame(answer))
-
-
-def within_s(deadline_ms: int) -> float:
-    """How long an answer may wait for somebody, so that it arrives before the deadline."""
-    deadline_ms = min(max(deadline_ms, 0), DEADLINE_MS_MAX)
-    return max(0.0, deadline_ms - min(deadline_ms / 10, ANSWER_MS)) / 1e3

@@ -1,8 +1,8 @@
 """The people's door: HTTP on a Unix socket and, where configured, TCP.
 
 Owns both listeners, the table of routes, who may ask, and how errors look. Runs on the event loop and never blocks it.
-Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``gpus``, ``heartbeat``,
-``sessions``, ``store``, ``errors``.
+Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``descriptors``, ``gpus``,
+``heartbeat``, ``sessions``, ``store``, ``errors``.
 
 Every answer to a request that was not done is ``{"error": {"kind", "message", "hint"}}``. The Unix socket is protected
 by the permissions of its file; TCP by the token, or by being reachable from this machine only.
@@ -16,11 +16,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
 from terracekv.daemon.config import Config, read_token, tcp_address, version
+from terracekv.daemon.descriptors import most
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
@@ -57,6 +58,8 @@ journal = Journal(__name__)
 SOCKET = "http.sock"
 REQUESTS_MAX = 1024
 """Requests under way at one time, transfers and event streams included; one more is answered 503."""
+CONNECTIONS_MAX = 4096
+"""Idle ones included, of each listener; one more is closed at once."""
 BACKLOG = 512
 KEEPALIVE_S = 75.0
 LINGER_S = 10.0
@@ -73,6 +76,12 @@ UNREADABLE = {
 """By words of the library's message: what to do about a request that cannot be read."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 BYTES_TYPE = "application/octet-stream"
+TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
+    b"Connection: close\r\nRetry-After: 1\r\n\r\n%b"
+)
+_BUSY = b'{"error": {"kind": "busy", "message": "too many connections", "hint": "close some, then try again"}}'
+TOO_MANY %= len(_BUSY), _BUSY
 
 
 class HttpDoor:
@@ -328,6 +337,12 @@ class _Connection(web.RequestHandler):
     """Answers what is not HTTP at all in the same form as everything else, and says when it is gone."""
 
     lost: Callable[[web.RequestHandler], None]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if self._manager is not None and len(self._manager.connections) > most(CONNECTIONS_MAX):
+            cast(asyncio.Transport, transport).write(TOO_MANY)
+            self.force_close()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

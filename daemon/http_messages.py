@@ -1,7 +1,7 @@
 """What goes over the people's door: the shapes of requests and answers, and how they are read and written.
 
 Owns the formats (JSON and msgpack) and the map from our errors to HTTP's. Called by the other ``http_`` modules on the
-event loop. Imports aiohttp, msgspec, ``block`` and ``errors``.
+event loop. Imports aiohttp, msgspec, ``pins``, ``block`` and ``errors``.
 
 Requests are typed and forbid fields they do not know, so that a misspelt one is named instead of being ignored.
 """
@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from terracekv.daemon.pins import TTL_S_MAX
 from terracekv.tiers.block import KEY_BYTES, TOKEN_MAX
 from terracekv.tiers.errors import BadRequest, NotFound, TerraceError, TierDown, TierFull
 
@@ -29,7 +30,6 @@ SMALL_BODY_BYTES = 64 << 10
 """Never waits: a connection may buffer as much anyway."""
 KEYS_MAX = 1 << 17
 DEADLINE_MS = 200
-TTL_S_MAX = 7 * 86400.0
 PIECE_BYTES = 32 << 10
 """Tokens are parsed in pieces: between two of them another thread may have the interpreter."""
 PACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")

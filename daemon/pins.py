@@ -14,6 +14,8 @@ from terracekv.tiers.slots import Slot, slot_bytes_for
 
 SHARE = 0.5
 """At most this part of the arena may be pinned, or engines could store nothing."""
+TTL_S_MAX = 7 * 86400.0
+"""No pin is for ever: who wanted it may have forgotten it."""
 
 
 class Pins:
@@ -37,7 +39,7 @@ class Pins:
     async def pin(self, namespace: Namespace, ids: Sequence[bytes], ttl_s: float) -> dict[str, int]:
         """Hold ``ids``, from the first on, for ``ttl_s`` seconds: counts of pinned, renewed, and skipped by reason."""
         size = slot_bytes_for(namespace.block_bytes)
-        until = time.monotonic() + ttl_s
+        until = time.monotonic() + min(ttl_s, TTL_S_MAX)
         counts: Counter[str] = Counter(pinned=0, renewed=0)
         room = max(0, self.bytes_max - self.bytes) // size
         wanted = [id for id in ids if id not in self._held]

@@ -11,6 +11,7 @@ other, whichever is newer.
 
 import hashlib
 import struct
+from typing import Annotated
 
 import msgspec
 
@@ -29,12 +30,17 @@ PLANES = {"split": 2, "fused": 1, "latent": 1, "pages": 1}
 engine, whose inside only it knows."""
 
 
+Axes = Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
+GROUPS_MAX = 1024
+"""More kinds of layers than any model has: judging a list without end would keep everybody waiting."""
+
+
 class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
     """Layers that look alike. ``shape`` counts elements and ``strides`` bytes of one plane of one layer of a block."""
 
     layers: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Axes
+    strides: Axes
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
@@ -47,7 +53,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     axes: str
     packing: str
     item_bytes: int
-    groups: tuple[LayerGroup, ...]
+    groups: Annotated[tuple[LayerGroup, ...], msgspec.Meta(max_length=GROUPS_MAX)]
 
     @property
     def block_bytes(self) -> int:

@@ -17,12 +17,14 @@ from pathlib import Path
 
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
-from terracekv.tiers.errors import Damaged, NotFound
+from terracekv.tiers.errors import BadRequest, Damaged, NotFound
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Outcome
 
 SECRET_BYTES = 32
+LEASES_MAX = 1 << 14
+"""Of a session: an engine that needs more has forgotten to release."""
 
 
 def read_secret(path: Path) -> bytes:
@@ -153,7 +155,9 @@ class Sessions:
         gpu tier are leased there, if the session has it open.
 
         ``arrived(lease, index, slot or outcome)`` comes later, once for each pending index, as long as the lease
-        lasts. Indices count the ids of the lease, not the keys."""
+        lasts. Indices count the ids of the lease, not the keys. BadRequest when the session holds too many."""
+        if len(session.leases) >= LEASES_MAX:
+            raise BadRequest(f"this session holds {LEASES_MAX} leases", "release those that are not read any more")
         namespace = self.current(session)
         lease = Lease(namespace, session.ids_of(keys))
         session.handles += 1
@@ -177,6 +181,7 @@ class Sessions:
         self._store.host.release([slot for slot in slots[end:] if slot is not None])
         lease.slots = {index: slot for index, slot in enumerate(slots[:end]) if slot is not None}
         lease.pending = {index for index in pending if index < end}
+        del lease.ids[end:]  # nobody asks for them under this lease, and there may be many
         session.leases[handle] = lease
         return handle, lease
 

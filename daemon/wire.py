@@ -1,4 +1,4 @@
-"""Slots and keys as they go over the engine door's socket.
+"""Slots, keys and deadlines as they go over the engine door's socket.
 
 Pure; called by the engine door on the event loop. Imports ``protocol``, ``sessions`` and ``tiers``.
 """
@@ -8,15 +8,19 @@ from terracekv.daemon.sessions import Lease
 from terracekv.tiers.errors import BadRequest
 from terracekv.tiers.slots import Slot
 
+DEADLINE_MS_MAX = 600_000
+ANSWER_MS = 20.0
+"""Kept of a deadline for the way back, or a tenth of it if that is less."""
+
 
 def wire(slot: Slot, gpu: bool = False) -> protocol.Slot:
     """A slot as it goes over the socket."""
     return protocol.Slot(slot.offset, slot.record, slot.generation, gpu)
 
 
-def slots_of(lease: Lease) -> list[protocol.Slot | None]:
-    """What can be read now, by index."""
-    slots: list[protocol.Slot | None] = [None] * len(lease.ids)
+def slots_of(lease: Lease, count: int) -> list[protocol.Slot | None]:
+    """What can be read now, by index of the ``count`` that were asked for."""
+    slots: list[protocol.Slot | None] = [None] * count
     for held, gpu in ((lease.slots, False), (lease.near, True)):
         for index, slot in held.items():
             slots[index] = wire(slot, gpu)
@@ -29,3 +33,9 @@ def distinct(keys: bytes) -> list[bytes]:
     if len(set(apart)) != len(apart):
         raise BadRequest("the same key twice in one request", "send each block of a chain once")
     return apart
+
+
+def within_s(deadline_ms: int) -> float:
+    """How long an answer may wait for somebody, so that it arrives before the deadline."""
+    deadline_ms = min(max(deadline_ms, 0), DEADLINE_MS_MAX)
+    return max(0.0, deadline_ms - min(deadline_ms / 10, ANSWER_MS)) / 1e3

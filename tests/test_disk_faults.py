@@ -1,6 +1,7 @@
 """What goes wrong below the disk tier: full disks, errors, damaged, missing and swapped files."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from terracekv.tests.blocks import BLOCK_BYTES, get, name, payload_of, put, verified
-from terracekv.tests.disks import PER_SEGMENT, Disks
+from terracekv.tests.disks import PER_SEGMENT, SEGMENT, Disks
 from terracekv.tiers import failpoint
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.disk import DiskTier
@@ -162,7 +163,10 @@ def rotten_header(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rotten_entry(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every copy of the block's entry, also those on pages that LMDB has replaced."""
+    """Every copy of the block's entry, also those on pages that LMDB has replaced; as if the daemon had been killed,
+    for what it closed bears a seal."""
+    state = disk.path / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_bytes()) | {"clean": False}))
     path = disk.path / "catalog" / "data.mdb"
     data = path.read_bytes()
     at = data.find(name(0))
@@ -244,8 +248,7 @@ def test_a_longer_file_changes_nothing(disk: Disks) -> None:
     with closing(disk.open()) as tier:
         for index in range(PER_SEGMENT):
             put(tier, disk.namespace, name(index))
-    for path in (disk.files()[0], disk.path / "catalog" / "data.mdb"):
-        os.truncate(path, path.stat().st_size + 7 * PAGE + 5)
+    os.truncate(disk.files()[0], SEGMENT + 7 * PAGE + 5)
     with closing(disk.open()) as tier:
         assert verified(tier, disk.namespace, map(name, range(PER_SEGMENT))) == PER_SEGMENT
         tier.check()
@@ -259,6 +262,21 @@ def test_a_truncated_catalog_is_rebuilt(disk: Disks, kept: int) -> None:
         for index in range(200):
             put(tier, disk.namespace, name(index))
     os.truncate(disk.path / "catalog" / "data.mdb", kept)
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding and tier.rebuild() == 200
+        assert verified(tier, disk.namespace, map(name, range(200))) == 200
+        tier.check()
+
+
+@pytest.mark.fault(10)
+@pytest.mark.fault(69)
+@pytest.mark.parametrize("page", range(0, 16, 3))
+def test_a_catalog_that_is_not_as_it_was_left_is_rebuilt_before_it_is_looked_at(disk: Disks, page: int) -> None:
+    """The database trusts the pages of its file: a wrong one in the middle can take the process with it."""
+    with closing(disk.open()) as tier:
+        for index in range(200):
+            put(tier, disk.namespace, name(index))
+    damage(disk.path / "catalog" / "data.mdb", page * PAGE + 13)
     with closing(disk.open()) as tier:
         assert tier.rebuilding and tier.rebuild() == 200
         assert verified(tier, disk.namespace, map(name, range(200))) == 200

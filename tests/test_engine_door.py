@@ -353,6 +353,7 @@ def test_an_engine_can_ask_that_its_blocks_stay(daemon: Daemon, wire: Wire) -> N
         keys = client.chain(99, 3)
         assert client.put(keys).stored == 3
         wire.tell(Pin(b"".join(keys), 60_000))
-        wire.tell(Pin(b"half a key", 60_000))
+        wrong = wire.ask(Pin(b"half a key", 60_000))
+        assert isinstance(wrong, Error) and "multiple of 32" in wrong.message
         until(lambda: daemon.http("/v1/status")[1]["tiers"]["host"]["leased_blocks"] >= 3, "they are pinned")
         assert isinstance(wire.ask(Lookup(1, b"".join(keys), 1000)), Found), "the session goes on"

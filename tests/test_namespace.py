@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,11 @@ A, B = b"a" * 32, b"b" * 32
 
 def wanted(id: bytes, block_bytes: int = 4096) -> Namespace:
     return Namespace(id, 99, 99, "m", layout=b"l" * 32, block_tokens=256, shards=1, block_bytes=block_bytes)
+
+
+def unchecked(content: dict[str, Any]) -> dict[str, Any]:
+    """As the first format was, which had no check."""
+    return {name: value for name, value in content.items() if name != "check"} | {"format": 1}
 
 
 @pytest.fixture
@@ -69,9 +75,80 @@ def test_a_file_with_an_epoch_that_cannot_be_is_refused(path: Path, epoch: objec
     one = Namespaces(path).register(wanted(A))
     content = json.loads(path.read_bytes())
     content["namespaces"][0]["epoch"] = epoch
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(unchecked(content)))
     with pytest.raises(Damaged, match=one.id.hex()[:12]):
         Namespaces(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"number": 0},
+        {"number": 2**32},
+        {"number": "1"},
+        {"block_bytes": -1},
+        {"block_bytes": "4096"},
+        {"block_tokens": 2**64},
+        {"shards": 1.5},
+        {"id": "aa"},
+        {"model": None},
+        {"dtype": ["u8"]},
+        {"layout": "x"},
+        {"colour": "red"},
+    ],
+    ids=str,
+)
+def test_a_row_that_nobody_writes_is_refused(path: Path, changes: dict[str, object]) -> None:
+    Namespaces(path).register(wanted(A))
+    content = json.loads(path.read_bytes())
+    content["namespaces"][0] |= changes
+    path.write_text(json.dumps(unchecked(content)))
+    with pytest.raises(Damaged, match="namespaces.json"):
+        Namespaces(path)
+
+
+def test_two_namespaces_of_one_number_are_refused(path: Path) -> None:
+    """Each would be served the other's blocks."""
+    namespaces = Namespaces(path)
+    namespaces.register(wanted(A))
+    namespaces.register(wanted(B))
+    content = json.loads(path.read_bytes())
+    content["namespaces"][1]["number"] = 1
+    path.write_text(json.dumps(unchecked(content)))
+    with pytest.raises(Damaged, match="one number"):
+        Namespaces(path)
+
+
+@pytest.mark.parametrize("change", ["an epoch", "a size", "the identity", "the check"])
+def test_a_file_that_changed_by_itself_is_refused(path: Path, change: str) -> None:
+    """An epoch that sinks by itself would bring back blocks that were flushed."""
+    namespaces = Namespaces(path)
+    namespaces.register(wanted(A))
+    namespaces.raise_epoch(A)
+    content = json.loads(path.read_bytes())
+    match change:
+        case "an epoch":
+            content["namespaces"][0]["epoch"] = 0
+        case "a size":
+            content["namespaces"][0]["block_bytes"] += 1
+        case "the identity":
+            content["identity"] = "0" * 32
+        case _:
+            del content["check"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(Damaged, match="check"):
+        Namespaces(path)
+
+
+def test_a_file_of_the_first_format_is_read_and_written_anew_with_a_check(path: Path) -> None:
+    namespaces = Namespaces(path)
+    one = namespaces.register(wanted(A))
+    path.write_text(json.dumps(unchecked(json.loads(path.read_bytes()))))
+    again = Namespaces(path)
+    assert again.get(A) == one and again.identity == namespaces.identity
+    again.raise_epoch(A)
+    assert json.loads(path.read_bytes())["check"]
+    assert Namespaces(path).get(A) == again.get(A)
 
 
 def test_stamps_of_two_namespaces_differ_whatever_their_epochs(path: Path) -> None:
@@ -149,7 +226,7 @@ def test_numbers_are_unique_when_many_threads_register(path: Path) -> None:
         thread.join()
     assert sorted(n.number for n in namespaces) == list(range(1, 25))
     assert {(n.id, n.number) for n in Namespaces(path)} == {(n.id, n.number) for n in namespaces}
-    assert json.loads(path.read_text())["format"] == 1
+    assert json.loads(path.read_text())["format"] == 2
 
 
 def test_nobody_meets_a_namespace_or_an_epoch_that_a_crash_could_take_back(

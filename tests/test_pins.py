@@ -1,11 +1,13 @@
 """Pins: they hold blocks for a while, and never more than their share."""
 
 import asyncio
+import time
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
+from terracekv.daemon.pins import TTL_S_MAX
 from terracekv.tests.hosts import SLOTS
 from terracekv.tests.stores import SLOT, World, Worlds, ids_of, key, opened_worlds
 
@@ -56,5 +58,18 @@ def test_pins_take_at_most_their_share_even_when_asked_for_at_once(worlds: World
         await w.balanced()
         await w.store.flush(w.namespace)
         assert len(w.store.pins) == 0 == w.store.pins.bytes and w.host.leases() == {}
+
+    worlds.run(story)
+
+
+def test_no_pin_is_for_ever(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(w: World) -> None:
+        await w.put(1)
+        assert (await w.store.pins.pin(w.namespace, ids_of(1), 2.0**62))["pinned"] == 1
+        later = time.monotonic() + TTL_S_MAX + 1
+        monkeypatch.setattr("terracekv.daemon.pins.time.monotonic", lambda: later)
+        w.store.pins.expire()
+        monkeypatch.undo()
+        assert len(w.store.pins) == 0
 
     worlds.run(story)

@@ -292,3 +292,23 @@ def test_check_finds_a_slot_that_is_lost_or_counted_twice(tmp_path: Path) -> Non
         with pytest.raises(AssertionError, match="free list"):
             table.check()
         free.pop()
+
+
+@pytest.mark.parametrize("number", [2**62, 2**63 - 1, 2**63, 2**64 - 1])
+def test_numbers_at_their_end_in_an_adopted_table_go_on_from_the_beginning(tmp_path: Path, number: int) -> None:
+    """They are written by counting; a table that was damaged may hold any, and the daemon must start all the same."""
+    with table_in(tmp_path) as table:
+        slot = taken(table)
+        seal(table, slot)
+        free = taken(table).record
+        table.free(free)
+    for at in (slot.record, free, 64):
+        damage(tmp_path, at, struct.pack("<Q", number))
+    with table_in(tmp_path) as table:
+        session = table.next_session()
+        assert 0 < session < 2**63 - LOCK_BASE and table.writer_gone(session) and table.next_session() != session
+        table.free(slot.record)
+        again = {taken(table).record for _ in range(SLABS * SLAB // PAGE)}
+        assert {slot.record, free} <= again
+        for record in again:
+            table.free(record)

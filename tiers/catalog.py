@@ -3,8 +3,7 @@
 Owns one LMDB environment. It *is* the index: nothing of it is kept in Python, so memory does not grow with blocks.
 All of it is derived from segments and can be thrown away, hence no syncing at commit: a commit survives the death of
 the process, and ``sync`` is for the death of the machine. ``leading`` and ``get`` are called on the event loop and in
-worker threads, changes come from worker threads. Imports ``entry``, ``errors``,
-``failpoint``, ``gate`` and ``tier``.
+worker threads, changes come from worker threads. Imports ``entry``, ``errors``, ``failpoint``, ``gate`` and ``tier``.
 
 The map (LMDB's limit on its file) grows in steps. LMDB forbids that under live transactions, so a gate lets in
 either any number of transactions or one growth.
@@ -26,6 +25,7 @@ from terracekv.tiers.gate import Gate
 from terracekv.tiers.tier import PAGE
 
 MAP_STEP_BYTES = 1 << 20
+DATA = "data.mdb"
 _READERS_MAX = 256
 _BATCH = 2048
 _HEADROOM_PAGES = 64
@@ -57,7 +57,7 @@ class Catalog:
         Raises Damaged when what is there is not a whole catalog: ``discard`` it then.
         """
         folder.mkdir(exist_ok=True)
-        self._data = folder / "data.mdb"
+        self._data = folder / DATA
         self.created = not self._data.exists() or not self._data.stat().st_size
         """Whether there was no catalog."""
         self._step_bytes = step_bytes
@@ -91,7 +91,7 @@ class Catalog:
     @staticmethod
     def discard(folder: Path) -> None:
         """Throw away the catalog of a folder that is not open."""
-        for name in ("data.mdb", "lock.mdb"):
+        for name in (DATA, "lock.mdb"):
             (folder / name).unlink(missing_ok=True)
 
     @property

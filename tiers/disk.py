@@ -19,7 +19,7 @@ from pathlib import Path
 
 from terracekv.tiers import upkeep
 from terracekv.tiers.audit import Audit
-from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog
+from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES, Catalog
 from terracekv.tiers.coder import Stored
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.entry import Entry, Place
@@ -122,7 +122,7 @@ class DiskTier:
         While it is not whole no state vouches for it, so a crash before the rebuild ends leads to another rebuild.
         """
         path = self.folder / "catalog"
-        if self._owned.trusted(self._namespaces.identity):
+        if self._owned.trusted(self._namespaces.identity, path / DATA):
             try:
                 catalog = Catalog(path, may_grow=self._may_grow)
             except Damaged as damage:
@@ -132,6 +132,8 @@ class DiskTier:
                 if not catalog.created and room >= SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES):
                     return catalog, True
                 catalog.close()
+        elif self._owned.was_clean:
+            journal.warning("TKV-DAMAGED", f"{path} is not as it was left: rebuilt from segments", tier=self.name)
         self._owned.distrust()
         Catalog.discard(path)
         return Catalog(path, may_grow=self._may_grow), False
@@ -142,10 +144,8 @@ class DiskTier:
         return self._rebuild.due
 
     def rebuild(self) -> int:
-        """Read what the segments hold into the catalog, newest first; the number of blocks that came back.
-
-        For one worker thread, beside any other call. Does nothing when the catalog is whole.
-        """
+        """Read what the segments hold into the catalog, newest first; the number of blocks that came back. For one
+        worker thread, beside any other call. Does nothing when the catalog is whole."""
         if not self.rebuilding:
             return 0
         try:
@@ -282,7 +282,7 @@ class DiskTier:
             self.sync()
             self._catalog.close()
             if self._catalog.sound and not self.rebuilding:
-                self._owned.closed(self._namespaces.identity)
+                self._owned.closed(self._namespaces.identity, self.folder / "catalog" / DATA)
         except (OSError, TierDown) as error:
             self._failed(error)
         finally:
@@ -392,8 +392,8 @@ class DiskTier:
         return SMALL_BYTES + self._shelf.cost + map_bytes <= self.capacity_bytes
 
     def _warn_of_foreign_files(self) -> None:
-        known = NAMES | {"catalog", "segments"}
-        foreign = sorted(item.name for item in self.folder.iterdir() if item.name not in known) + self._shelf.foreign
+        names = {item.name for item in self.folder.iterdir()} - NAMES - {"catalog", "segments"}
+        foreign = sorted(names) + self._shelf.foreign
         if foreign:
             text = f"{self.folder} holds files that are not ours, left alone: {', '.join(foreign)}"
             journal.warning("TKV-DISK-FOREIGN", text, tier=self.name)

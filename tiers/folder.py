@@ -1,7 +1,8 @@
 """A folder with one owner, who remembers how it was left.
 
 Owns ``owner.lock`` (flocked for as long as the owner lives) and ``state.json`` of the folder. Used by a tier when it
-opens and closes, and ``claim`` by whoever else wants a folder for itself. Imports ``errors`` and ``failpoint``.
+opens and closes, and ``claim`` by whoever else wants a folder for itself. Imports ``checksum``, ``errors`` and
+``failpoint``.
 """
 
 import fcntl
@@ -9,11 +10,13 @@ import json
 import os
 from pathlib import Path
 
+from terracekv.tiers.checksum import RunningChecksum
 from terracekv.tiers.errors import InUse
 from terracekv.tiers.failpoint import failpoint
 
-FORMAT = 1
+FORMAT = 2
 NAMES = frozenset(("owner.lock", "state.json", "state.new"))
+_PART_BYTES = 1 << 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -36,6 +39,16 @@ def claim(fd: int, folder: Path, setting: str) -> int:
             f"{folder} belongs to a daemon that is running", f"stop that daemon, or give this one another {setting}"
         ) from None
     return fd
+
+
+def seal_of(path: Path) -> str:
+    """The checksum of a file's bytes. A hole in it costs next to nothing, the rest as long as to read it."""
+    sum = RunningChecksum()
+    with open(path, "rb") as file:
+        part = memoryview(bytearray(_PART_BYTES))
+        while size := file.readinto(part):
+            sum.add(part[:size])
+    return f"{sum.value:016x}"
 
 
 class OwnedFolder:
@@ -62,27 +75,31 @@ class OwnedFolder:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
 
-    def trusted(self, identity: str) -> bool:
-        """Whether derived data in the folder is as its owner left it, for namespaces of this ``identity``.
+    def trusted(self, identity: str, derived: Path) -> bool:
+        """Whether ``derived``, a file of the folder, is as its owner left it, for namespaces of this ``identity``.
 
         After a crash of the process the kernel still has every write. After a crash of the machine only what was
-        synced is there, and only a clean close syncs.
+        synced is there, and only a clean close syncs. What was closed cleanly bears a seal, for between then and now
+        anything may have happened to it, and a database does not survive every byte that is not its own.
         """
         try:
             state = json.loads((self.folder / "state.json").read_bytes())
             same_boot = bool(boot_id()) and state["boot"] == boot_id()
             self.was_clean = state["clean"] is True
-            return bool(state["format"] == FORMAT and state["identity"] == identity and (self.was_clean or same_boot))
-        except (OSError, ValueError, KeyError, TypeError):
+            if state["format"] != FORMAT or state["identity"] != identity:
+                return False
+            return seal_of(derived) == state["seal"] if self.was_clean else same_boot
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def opened(self, identity: str) -> None:
         """From here on only this boot of the machine can vouch for the derived data."""
         self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": False})
 
-    def closed(self, identity: str) -> None:
+    def closed(self, identity: str, derived: Path) -> None:
         """Everything is synced and nothing more will be written."""
-        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": True})
+        seal = seal_of(derived)
+        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": True, "seal": seal})
 
     def distrust(self) -> None:
         """The derived data is damaged: the next owner rebuilds it."""

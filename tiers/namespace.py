@@ -2,8 +2,8 @@
 
 Owns ``namespaces.json`` in the state folder: written whole, fsynced, renamed into place, so an epoch once raised
 stays raised. It is not in the catalog because the catalog can be rebuilt from segments and an epoch cannot.
-Called by the daemon on its event loop and by tiers from any thread. Imports the standard library, ``errors``
-and ``failpoint``.
+Called by the daemon on its event loop and by tiers from any thread. Imports ``checksum``, ``errors`` and
+``failpoint``.
 """
 
 import json
@@ -12,11 +12,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import BadRequest, Damaged
 from terracekv.tiers.failpoint import failpoint
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had no check over its rows."""
 EPOCH_MAX = 2**32 - 1
 """The last that a record, and a stamp, has room for."""
 
@@ -129,23 +132,25 @@ class Namespaces:
     def _read(self) -> None:
         try:
             content = json.loads(self._path.read_bytes())
-            if content["format"] != FORMAT:
+            if content["format"] not in (1, FORMAT):
                 raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
             self.identity = str(content["identity"])
-            for row in content["namespaces"]:
-                known = Namespace(**row | {"id": bytes.fromhex(row["id"]), "layout": bytes.fromhex(row["layout"])})
-                if type(known.epoch) is not int or not 0 <= known.epoch <= EPOCH_MAX:
-                    raise ValueError(f"namespace {row['id']} has epoch {known.epoch!r}")
-                self._by_id[known.id] = known
-        except (ValueError, KeyError, TypeError) as error:
+            rows = content["namespaces"]
+            if (content["format"] > 1 or "check" in content) and content["check"] != _check(self.identity, rows):
+                raise ValueError("its check says that it is not as it was written")
+            self._by_id = {known.id: known for known in map(_namespace, rows)}
+            if len({known.number for known in self._by_id.values()}) < len(rows):
+                raise ValueError("two namespaces have one number")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Damaged(
-                f"{self._path} cannot be read: {error}",
+                f"{self._path} cannot be read: {str(error)[:200]}",
                 "restore it, or move it away: blocks on disk then come back under their namespaces' last stored epoch",
             ) from error
 
     def _write(self, by_id: dict[bytes, Namespace]) -> None:
         rows = [asdict(n) | {"id": n.id.hex(), "layout": n.layout.hex()} for n in by_id.values()]
-        content = {"format": FORMAT, "identity": self.identity, "namespaces": rows}
+        check = _check(self.identity, rows)
+        content = {"format": FORMAT, "check": check, "identity": self.identity, "namespaces": rows}
         fresh = self._path.with_suffix(".new")
         with open(fresh, "w") as file:
             json.dump(content, file, indent=1)
@@ -159,3 +164,22 @@ class Namespaces:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _check(identity: str, rows: list[dict[str, Any]]) -> str:
+    """Over all that must not change by itself: a wrong epoch would bring back blocks that were flushed."""
+    return f"{checksum(json.dumps([identity, rows], sort_keys=True).encode()):016x}"
+
+
+def _namespace(row: dict[str, Any]) -> Namespace:
+    """A row as it was written. ValueError, KeyError or TypeError for what nobody writes."""
+    known = Namespace(**row | {"id": bytes.fromhex(row["id"]), "layout": bytes.fromhex(row["layout"])})
+    for name in ("number", "epoch", "block_tokens", "shards", "block_bytes"):
+        number = getattr(known, name)
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise ValueError(f"namespace {row['id']} has {name} {number!r}")
+    if known.epoch > EPOCH_MAX or not 0 < known.number < 2**32:
+        raise ValueError(f"namespace {row['id']} has epoch {known.epoch} and number {known.number}")
+    if len(known.id) != 32 or not all(isinstance(name, str) for name in (known.model, known.revision, known.dtype)):
+        raise ValueError(f"namespace {row['id']} is not named as namespaces are")
+    return known

@@ -31,6 +31,8 @@ _HEADER = struct.Struct("<8sQQQ")
 _MAGIC = b"TRKVslt1"
 _SESSIONS = struct.Struct("<Q")
 _SESSIONS_AT = 64
+_SESSIONS_MAX = 1 << 62
+"""Not reached by counting. A byte of that number can still be locked, whatever an adopted table says."""
 _SLAB = struct.Struct("<Q")
 _GENERATION = struct.Struct("<Q")
 _WRITER_AT = 8
@@ -156,7 +158,7 @@ class SlotTable:
 
     def next_session(self) -> int:
         """A session number that no earlier session of this arena had, restarts included."""
-        number = int(_SESSIONS.unpack_from(self._table, _SESSIONS_AT)[0]) + 1
+        number = int(_SESSIONS.unpack_from(self._table, _SESSIONS_AT)[0]) % _SESSIONS_MAX + 1
         _SESSIONS.pack_into(self._table, _SESSIONS_AT, number)
         return number
 
@@ -208,7 +210,7 @@ class SlotTable:
         self._free_slots[slot_bytes] -= 1
         self.used_bytes += slot_bytes
         assert self._table[record + _STATE_AT] == _FREE
-        generation = _GENERATION.unpack_from(self._table, record)[0] + 1
+        generation = self._next_generation(record)
         self._write(record, generation, session, _WRITING, *_NOTHING)
         failpoint("slots.taken")
         return self.slot(record)
@@ -246,7 +248,7 @@ class SlotTable:
         """WRITING, SEALED or DOOMED -> FREE. An emptied slab may serve another slot size."""
         assert self._table[record + _STATE_AT] != _FREE
         slab = self.slab_of(record)
-        generation = _GENERATION.unpack_from(self._table, record)[0] + 1
+        generation = self._next_generation(record)
         failpoint("slots.free")
         self._write(record, generation, 0, _FREE, *_NOTHING)
         failpoint("slots.freed")
@@ -301,6 +303,10 @@ class SlotTable:
             os.close(self._fd)
             self._fd = -1
 
+    def _next_generation(self, record: int) -> int:
+        """Another than now. An adopted table may hold any number, the last one that there is too."""
+        return (int(_GENERATION.unpack_from(self._table, record)[0]) + 1) % (1 << 64)
+
     def _write(
         self, record: int, generation: int, session: int, state: int, block: bytes, namespace: bytes, epoch: int,
         payload_bytes: int, digest: int,
@@ -322,7 +328,7 @@ class SlotTable:
         self._slot_bytes[slab] = slot_bytes
         for record in self._records(slab):
             # Only the state is cleared: generations go on, or a reader of the slab's former life could be fooled.
-            generation = _GENERATION.unpack_from(self._table, record)[0] + 1
+            generation = self._next_generation(record)
             self._write(record, generation, 0, _FREE, *_NOTHING)
         failpoint("slots.assign")
         _SLAB.pack_into(self._table, self._slabs_at + slab * _SLAB.size, slot_bytes)
