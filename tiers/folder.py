@@ -59,8 +59,12 @@ class OwnedFolder:
                 f"{folder} is in use by another daemon (process {owner})",
                 "stop that daemon, or give this one a folder of its own",
             ) from None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            self.release()
+            raise
 
     def trusted(self, identity: str) -> bool:
         """Whether derived data in the folder is as its owner left it, for namespaces of this ``identity``.

@@ -254,8 +254,12 @@ class Shelf:
             with self._lock:
                 if not self._spares:
                     return
-                number, _ = self._spares.pop(0)
-            self.files.remove(number)
+                spare = self._spares.pop(0)
+            try:
+                self.files.remove(spare[0])
+            except OSError:
+                self._still_there(spare)
+                raise
 
     def can_advance(self) -> bool:
         """Whether ``advance`` needs no eviction first."""
@@ -283,6 +287,8 @@ class Shelf:
             except FileNotFoundError:
                 continue
             except OSError as error:
+                if spare is not None:
+                    self._still_there(spare)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 log.warning("no room for another segment in %s: %s", self.files.folder, error)
@@ -318,6 +324,11 @@ class Shelf:
                 assert 0 <= segment.cursor <= segment.pages, f"segment {segment.number} is filled beyond its end"
                 assert segment.readers >= 0 and segment.writers >= 0
             assert self._cost() <= self.limit_bytes(), f"{self._cost()} bytes, limit {self.limit_bytes()}"
+
+    def _still_there(self, spare: tuple[int, int]) -> None:
+        """A spare file that could not be renamed or removed is counted on."""
+        with self._lock:
+            self._spares.append(spare)
 
     def _bytes(self) -> int:
         held = sum(segment.size for segment in self._table.values()) + sum(size for _, size in self._spares)
