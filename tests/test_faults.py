@@ -9,7 +9,8 @@ import pytest
 
 from terracekv.tests.blocks import get, name, payload_of, put, verified
 from terracekv.tests.disks import PER_SEGMENT, Disks
-from terracekv.tests.faults import CATALOG, DISK, FaultLayer
+from terracekv.tests.faults import CALLS, CATALOG, DISK, HOST, FaultLayer
+from terracekv.tests.harness import Daemon
 from terracekv.tiers import failpoint
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.errors import TerraceError
@@ -112,3 +113,33 @@ def test_what_cannot_be_opened_or_used_now_is_there_later(tmp_path: Path, layer:
             right(tier, disk, index)
         verified(tier, disk.namespace, map(name, range(BLOCKS)))
         tier.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("code", ["EPERM"])
+@pytest.mark.parametrize("call", [call for call in CALLS if call in (*DISK, *CATALOG, *HOST)])
+def test_a_daemon_that_cannot_start_says_why_in_a_line_and_starts_when_it_can(
+    shm_dir: Path, tmp_path: Path, call: str, code: str
+) -> None:
+    with Daemon(shm_dir, tmp_path) as daemon:
+        with daemon.client() as client:
+            keys = client.chain(1, 4)
+            assert client.put(keys, durable=True).durable == 4
+        daemon.kill()
+        daemon.program = ["-m", "terracekv.tests.faulty_daemon"]
+        daemon.failpoints = f"{call}=errno:{code}"
+        since = len(daemon.tail(10_000))
+        try:
+            daemon.start()
+        except AssertionError:
+            assert daemon.wait() == 1
+        said = daemon.tail(10_000)[since:]
+        assert "Traceback" not in said
+        if daemon.alive:
+            daemon.kill()
+        else:
+            assert "terracekv: " in said.splitlines()[-1]
+        daemon.failpoints = ""
+        daemon.start()
+        with daemon.client() as client:
+            assert client.get(keys).blocks == 4

@@ -19,8 +19,17 @@ MINUTE_S = 60.0
 
 
 def counts(daemon: Daemon) -> dict[str, int]:
-    """Of an idle daemon: what grows when something leaks."""
-    return {"threads": len(os.listdir(f"/proc/{daemon.pid}/task")), "descriptors": daemon.descriptors()}
+    """Of an idle daemon: what grows when something leaks. Its connections to the bucket are counted apart: as many
+    stay open as were last used at once."""
+    process = Path(f"/proc/{daemon.pid}")
+    rows = [line.split() for line in (process / "net" / "tcp").read_text().splitlines()[1:]]
+    tcp = {f"socket:[{row[9]}]" for row in rows}
+    connections = sum(os.readlink(each) in tcp for each in (process / "fd").iterdir())
+    return {
+        "threads": len(os.listdir(process / "task")),
+        "descriptors": daemon.descriptors() - connections,
+        "connections": connections,
+    }
 
 
 def idle_faults(status: dict[str, Any]) -> list[str]:

@@ -25,7 +25,7 @@ CHAINS = 250
 """Prompts of each namespace; their blocks outnumber what host and disk can hold."""
 CHAIN_BLOCKS_MAX = 6
 DURABLE_SHARE = 0.6
-STORE_SHARE = 0.3
+STORE_SHARE = 0.15
 LOOKS = 8
 """Times that a listed block is asked for which cannot be had."""
 LOOK_S = 0.25
@@ -108,7 +108,7 @@ class Engine:
             with ExitStack() as stack:
                 clients = [stack.enter_context(client) for client in identity.clients(self._daemon)]
                 while not self.stop.is_set():
-                    seed = min(int(dice.expovariate(4 / CHAINS)), CHAINS - 1)
+                    seed = min(int(dice.expovariate(6 / CHAINS)), CHAINS - 1)
                     keys = chain_of(clients[0], seed)
                     if not keys:
                         self.stop.wait(0.1)

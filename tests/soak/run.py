@@ -34,13 +34,15 @@ from terracekv.tests.soak.engines import IDENTITIES, chain_of
 PROCESSES = 3
 TROUBLE_SHARE = 0.6
 """Of the whole time."""
-LIFE_S = (1.5, 6.0)
+LIFE_S = (1.0, 5.0)
 FREEZE_S = (0.2, 1.0)
 OUTAGE_S = (0.5, 3.0)
 BETWEEN_OUTAGES_S = (4.0, 12.0)
 SETTLE_S = 20.0
 """After an outage or a faulty life, in which a block may still be listed wrongly: hints about the bucket grow old."""
 ENGINE_S = (10.0, 30.0)
+CONNECTIONS_MAX = 9
+"""To the bucket: as many as ``s3.threads`` read and write, as many ask, and one more."""
 SLOPE_MAX = 1 << 20
 """Bytes a minute."""
 SETTINGS = {
@@ -304,8 +306,10 @@ class Soak:
             time.sleep(min(10.0, self.seconds / 6))
         self._settle()
         self.summary.idle = counts(self.daemon)
-        violations += [f"{what}: {first[what]} and then {self.summary.idle[what]}" for what in first
-                       if self.summary.idle[what] > first[what]]  # fmt: skip
+        limits = first | {"connections": CONNECTIONS_MAX}
+        for what, count in self.summary.idle.items():
+            if count > limits[what]:
+                violations.append(f"{what}: {first[what]} and then {count}")
         violations += reader_faults(self.daemon.state / "state" / "disk" / "catalog", self.daemon.pid)
         if self.daemon.term() != 0:
             violations.append("the daemon did not end well")
