@@ -13,6 +13,7 @@ were hit since being appended anew; so bytes on disk stay below the capacity by 
     segment files with their overhead + the catalog's map after its next growth + small files <= capacity
 """
 
+import contextlib
 import errno
 import logging
 from collections.abc import Sequence
@@ -107,10 +108,15 @@ class DiskTier:
             for number in self._shelf.shrink() + self._shelf.lost:
                 self._catalog.drop_segment(number)
             self._rebuild = upkeep.Rebuild(
-                self._catalog, self._shelf, self._namespaces, [] if whole else self._shelf.segments()
+                self._catalog,
+                self._shelf,
+                self._namespaces,
+                [] if whole else self._shelf.segments(),
+                unsure_from=None if self._owned.same_boot or self._owned.was_clean else self._owned.synced,
+                is_whole=self._records.is_whole,
             )
-            if not self.rebuilding:
-                self._owned.opened(self._namespaces.identity)
+            if not whole and not self.rebuilding:
+                self._owned.opened(self._namespaces.identity, self._owned.synced)
         except BaseException:
             self._catalog.close()
             raise
@@ -122,6 +128,7 @@ class DiskTier:
         """
         path = self.folder / "catalog"
         if self._owned.trusted(self._namespaces.identity):
+            self._owned.opened(self._namespaces.identity, self._owned.synced)
             try:
                 catalog = Catalog(path, may_grow=self._may_grow)
             except Damaged as damage:
@@ -150,7 +157,7 @@ class DiskTier:
         try:
             blocks = self._rebuild.run()
             if not self.rebuilding:
-                self._owned.opened(self._namespaces.identity)
+                self._owned.opened(self._namespaces.identity, self._owned.synced)
             return blocks
         except (OSError, TierDown) as error:
             self._failed(error)
@@ -245,9 +252,12 @@ class DiskTier:
         )
 
     def sync(self) -> None:
-        """Make everything put so far survive a loss of power. OSError or TierDown when the medium cannot."""
-        self._shelf.sync()
-        self._catalog.sync()
+        """Make everything put so far survive a loss of power. OSError or TierDown when the medium cannot.
+
+        What a start after a loss of power need not look at is noted: of the rest it reads every byte."""
+        self._owned.synced = self._shelf.sync()
+        if not self.rebuilding and self._catalog.sound:
+            self._owned.opened(self._namespaces.identity, self._owned.synced)
 
     def check(self) -> None:
         """See ``Tier.check``: every entry names a record of its segment, every file is counted, all is within the cap.
@@ -268,9 +278,10 @@ class DiskTier:
         self._rebuild.stop()
         try:
             self.sync()
+            self._catalog.sync()
             self._catalog.close()
             if self._catalog.sound and not self.rebuilding:
-                self._owned.closed(self._namespaces.identity)
+                self._owned.closed(self._namespaces.identity, self._owned.synced)
         except (OSError, TierDown) as error:
             self._failed(error)
         finally:
@@ -370,7 +381,8 @@ class DiskTier:
     def _failed(self, error: OSError | TierDown | TierFull) -> None:
         self._ledger.failed(error)
         if not self._catalog.sound:
-            self._owned.distrust()
+            with contextlib.suppress(OSError):
+                self._owned.distrust()
 
     def _segments_limit(self) -> int:
         """What segment files may take: the catalog can grow once more without asking anyone."""

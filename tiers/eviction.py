@@ -154,4 +154,4 @@ _SHARD_FACTOR = 0x9E3779B97F4A7C15
 def _mark(id: bytes) -> int:
     """Another one for each shard of a block: what is true of one is not true of the others."""
     key, shard = _ID.unpack(id)
-    return (key + shard * _SHARD_FACTOR) & 0xFFFFFFFFFFFFFFFF
+    return int(key + shard * _SHARD_FACTOR) & 0xFFFFFFFFFFFFFFFF

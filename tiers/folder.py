@@ -1,7 +1,8 @@
 """A folder with one owner, who remembers how it was left.
 
 Owns ``owner.lock`` (flocked for as long as the owner lives) and ``state.json`` of the folder. Used by a tier when it
-opens and closes, and ``claim`` by whoever else wants a folder for itself. Imports ``errors`` and ``failpoint``.
+opens, syncs and closes; ``claim`` and ``sync_folder`` by whoever else wants a folder for itself, or its names on the
+medium. Imports ``errors`` and ``failpoint``.
 """
 
 import fcntl
@@ -38,15 +39,30 @@ def claim(fd: int, folder: Path, setting: str) -> int:
     return fd
 
 
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the medium: files that were made, renamed or removed in it, for power loss."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 class OwnedFolder:
     """The right to a folder. The lock is on the inode, so another path or a bind mount leads to the same lock."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InUse while another process, or another object of this one, owns the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
         self.folder = folder
         self.was_clean = False
         """Whether the last owner synced everything, known after ``trusted``."""
+        self.same_boot = False
+        """Whether the machine has not been started since, known after ``trusted``."""
+        self.synced = 0
+        """What the last owner gave for ``synced``, known after ``trusted``."""
         self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,23 +90,28 @@ class OwnedFolder:
         """
         try:
             state = json.loads((self.folder / "state.json").read_bytes())
-            same_boot = bool(boot_id()) and state["boot"] == boot_id()
+            self.same_boot = bool(boot_id()) and state["boot"] == boot_id()
             self.was_clean = state["clean"] is True
-            return bool(state["format"] == FORMAT and state["identity"] == identity and (self.was_clean or same_boot))
+            self.synced = int(state.get("synced", 0))
+            return bool(
+                state["format"] == FORMAT and state["identity"] == identity and (self.was_clean or self.same_boot)
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def opened(self, identity: str) -> None:
-        """From here on only this boot of the machine can vouch for the derived data."""
-        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": False})
+    def opened(self, identity: str, synced: int) -> None:
+        """From here on only this boot of the machine can vouch for the derived data; call it before that is touched.
+        ``synced`` is the owner's note of what will be on the medium even after a loss of power."""
+        self._write(identity, synced, clean=False)
 
-    def closed(self, identity: str) -> None:
+    def closed(self, identity: str, synced: int) -> None:
         """Everything is synced and nothing more will be written."""
-        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": True})
+        self._write(identity, synced, clean=True)
 
     def distrust(self) -> None:
         """The derived data is damaged: the next owner rebuilds it."""
         (self.folder / "state.json").unlink(missing_ok=True)
+        sync_folder(self.folder)
 
     def release(self) -> None:
         """Let another owner in. Idempotent."""
@@ -98,7 +119,8 @@ class OwnedFolder:
             os.close(self._file)
             self._file = -1
 
-    def _write(self, state: dict[str, str | int | bool]) -> None:
+    def _write(self, identity: str, synced: int, *, clean: bool) -> None:
+        state = {"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": clean, "synced": synced}
         fresh = self.folder / "state.new"
         with open(fresh, "w") as file:
             json.dump(state, file)
@@ -106,3 +128,5 @@ class OwnedFolder:
             os.fsync(file.fileno())
         failpoint("folder.replace")
         os.replace(fresh, self.folder / "state.json")
+        failpoint("folder.replaced")
+        sync_folder(self.folder)

@@ -2,8 +2,8 @@
 
 Owns ``namespaces.json`` in the state folder: written whole, fsynced, renamed into place, so an epoch once raised
 stays raised. It is not in the catalog because the catalog can be rebuilt from segments and an epoch cannot.
-Called by the daemon on its event loop and by tiers from any thread. Imports the standard library, ``errors``
-and ``failpoint``.
+Called by the daemon on its event loop and by tiers from any thread. Imports the standard library,
+``errors``, ``failpoint`` and ``folder``.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from terracekv.tiers.errors import BadRequest, Damaged
 from terracekv.tiers.failpoint import failpoint
+from terracekv.tiers.folder import sync_folder
 
 FORMAT = 1
 EPOCH_MAX = 2**32 - 1
@@ -154,8 +155,4 @@ class Namespaces:
         failpoint("namespaces.replace")
         os.replace(fresh, self._path)
         failpoint("namespaces.replaced")
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._path.parent)

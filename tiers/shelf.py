@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 class Segment:
     """One segment of the table. Fields change under the shelf's lock; ``number`` never does."""
 
-    __slots__ = ("number", "size", "pages", "cursor", "readers", "writers", "leaving", "unsynced", "_hits")
+    __slots__ = ("number", "size", "pages", "cursor", "readers", "writers", "leaving", "unsynced", "doubtful", "_hits")
 
     def __init__(self, number: int, size: int, cursor: int) -> None:
         """``size`` is in bytes, ``cursor`` in pages."""
@@ -40,6 +40,8 @@ class Segment:
         self.writers = 0
         self.leaving = False
         self.unsynced = False
+        self.doubtful = False
+        """A sync failed: the kernel may have dropped what it could not write, and the next one would not say so."""
         self._hits: bytearray | None = None
 
     @property
@@ -157,6 +159,7 @@ class Shelf:
         with self._lock:
             assert segment.writers > 0
             segment.writers -= 1
+            segment.unsynced = True  # a sync may have come between taking the room and writing there
             if not used and segment.cursor == page + pages:
                 segment.cursor = page
 
@@ -299,20 +302,30 @@ class Shelf:
                 self._active = self._table[number] = Segment(number, self.segment_bytes, 0)
             return True
 
-    def sync(self) -> None:
-        """Bring what was written since the last call to the medium. OSError leaves it to be synced again."""
+    def sync(self) -> int:
+        """Bring what was written since the last call to the medium; segments below the number that is returned will
+        not change any more and are there whole. OSError when that cannot be said, now or ever of a segment."""
         for segment in self.segments():
             with self._lock:
                 due, segment.unsynced = segment.unsynced, False
             if not due:
                 continue
             try:
+                if segment.doubtful:
+                    raise OSError(errno.EIO, "an earlier sync of it failed", str(self.files.path(segment.number)))
                 self.files.sync(segment.number)
             except FileNotFoundError:
                 continue
             except OSError:
-                segment.unsynced = True
+                segment.unsynced = segment.doubtful = True
                 raise
+        return self.settled()
+
+    def settled(self) -> int:
+        """Segments below this number will not change any more, and are on the medium."""
+        with self._lock:
+            open = [s.number for s in self._table.values() if s is self._active or s.writers or s.unsynced]
+            return min(open, default=self._next_number)
 
     def check(self) -> None:
         """Every segment's file is there with the size we count, and nothing else is."""

@@ -5,7 +5,8 @@ Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threa
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.codec_id import known
@@ -23,8 +24,20 @@ log = logging.getLogger(__name__)
 class Rebuild:
     """Fills an empty catalog with what the segments hold."""
 
-    def __init__(self, catalog: Catalog, shelf: Shelf, namespaces: Namespaces, segments: Sequence[Segment]) -> None:
-        """``segments`` are those to read, oldest first."""
+    def __init__(
+        self,
+        catalog: Catalog,
+        shelf: Shelf,
+        namespaces: Namespaces,
+        segments: Sequence[Segment],
+        *,
+        unsure_from: int | None,
+        is_whole: Callable[[Namespace, bytes, Entry], bool],
+    ) -> None:
+        """``segments`` are those to read, oldest first. After a loss of power, in those from ``unsure_from`` on a
+        record's header may be there and its bytes not: only what ``is_whole`` is listed."""
+        self._unsure_from = unsure_from
+        self._is_whole = is_whole
         self._catalog = catalog
         self._shelf = shelf
         self._namespaces = namespaces
@@ -79,7 +92,11 @@ class Rebuild:
         if namespace.epoch != record.epoch or not known(record.codec):
             return None
         sizes = (record.payload_bytes, record.stored_bytes)
-        return record.id, Entry(namespace.stamp, record.generation, page, *sizes, record.checksum, record.codec)
+        entry = Entry(namespace.stamp, record.generation, page, *sizes, record.checksum, record.codec)
+        unsure = self._unsure_from is not None and record.generation >= self._unsure_from
+        if unsure and not self._is_whole(replace(namespace, block_bytes=record.payload_bytes), record.id, entry):
+            return None
+        return record.id, entry
 
 
 def drop_stale(catalog: Catalog, namespace: Namespace) -> int:
