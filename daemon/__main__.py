@@ -71,7 +71,7 @@ def run(config: Config) -> int:
         return 1
     try:
         return uvloop.run(_serve(config, tiers, started))
-    except TerraceError as error:
+    except (TerraceError, OSError) as error:
         print(f"terracekv: {error}", file=sys.stderr)
         return 1
     finally:

@@ -121,6 +121,10 @@ class Lower:
         """Whether the tier has a block, as far as can be told without asking anybody."""
         return self.leading(namespace, [id]) == 1
 
+    def keeps(self, namespace: Namespace, id: bytes) -> bool:
+        """Whether the tier certainly has a block: what is answered as durable."""
+        return self.has(namespace, id)
+
     def load(self, size_bytes: int, work: Callable[[], T]) -> "asyncio.Future[T]":
         """Run a read of so many bytes in a worker, before all writes."""
         return self.mover.load(work, shed=True)

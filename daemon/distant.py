@@ -93,8 +93,12 @@ class Distant(Lower):
         known = self.tier.knows(namespace, id)
         return id in self._written if known is None else known
 
+    def keeps(self, namespace: Namespace, id: bytes) -> bool:
+        """Whether this daemon was told by the bucket that it has the block: what is believed of a chain is not that."""
+        return id in self._written and self.tier.knows(namespace, id) is not False
+
     def wrote(self, id: bytes) -> None:
-        """A block was stored."""
+        """A block was stored, or the bucket said that it is there."""
         self._written.add(id)
 
     def forget(self, ids: Sequence[bytes] | None = None) -> None:

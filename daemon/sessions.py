@@ -18,6 +18,7 @@ from pathlib import Path
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.errors import BadRequest, Damaged, NotFound
+from terracekv.tiers.folder import sync_folder
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Outcome
@@ -39,6 +40,7 @@ def read_secret(path: Path) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)  # all of it or nothing, wherever the daemon is killed
+        sync_folder(path.parent)
     secret = path.read_bytes()
     if len(secret) < SECRET_BYTES:
         raise Damaged(

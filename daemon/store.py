@@ -292,10 +292,11 @@ class Store:
             through.committed(namespace, stored, False)
         if not self.through:
             return outcomes, [False] * len(written)
-        writes = dict(zip(stored, self.through[-1].committed(namespace, stored, durable), strict=True))
+        # What was there already may have been stored by somebody who did not ask for so much.
+        writes = self.through[-1].committed(namespace, [id for id, _ in written] if durable else stored, durable)
         if not durable:
             return outcomes, [False] * len(written)
-        pending = [write for write in writes.values() if write is not None]
+        pending = [write for write in writes if write is not None]
         if pending:
             await asyncio.wait(pending, timeout=DURABLE_S)
         failpoint("store.durable")
@@ -343,7 +344,7 @@ class Store:
         return [absent[at] for at in gone]
 
     def _is_durable(self, namespace: Namespace, id: bytes) -> bool:
-        return bool(self.below) and self.below[-1].has(namespace, id)
+        return bool(self.below) and self.below[-1].keeps(namespace, id)
 
     def _promoted(self, namespace: Namespace, id: bytes, source: Lower) -> None:
         """A block came into host: tiers on its way, or below when it came from above, may want it."""

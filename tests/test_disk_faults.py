@@ -14,6 +14,7 @@ import pytest
 
 from terracekv.tests.blocks import BLOCK_BYTES, get, name, payload_of, put, verified
 from terracekv.tests.disks import PER_SEGMENT, SEGMENT, Disks
+from terracekv.tests.faults import FaultLayer
 from terracekv.tiers import failpoint
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.disk import DiskTier
@@ -38,8 +39,8 @@ def damage(path: Path, at: int) -> None:
 
 
 def short_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwritev
-    monkeypatch.setattr(os, "pwritev", lambda file, parts, offset: real(file, parts[:1], offset))
+    FaultLayer(monkeypatch.setattr, ["os.pwritev"])
+    failpoint.arm("os.pwritev=short")
 
 
 def raising(owner: object, method: str) -> Callable[[pytest.MonkeyPatch], None]:

@@ -1,8 +1,8 @@
 """Which block goes next: the least recently used, tail before head; and what is remembered of those that went."""
 
-import hashlib
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,14 +104,25 @@ def test_ghosts_remember_what_was_added_until_it_is_forgotten() -> None:
     assert name(1) not in ghosts
 
 
+@pytest.mark.parametrize("shard", [1, 2, 255, 256, 65_535])
+def test_of_one_shard_nothing_follows_for_another(shard: int) -> None:
+    ghosts = Ghosts(1 << 10)
+    ghosts.add(name(1))
+    assert name(1, shard) not in ghosts
+    ghosts.add(name(1, shard))
+    assert name(1) in ghosts and name(1, shard) in ghosts
+    ghosts.discard(name(1))
+    assert name(1) not in ghosts and name(1, shard) in ghosts
+
+
 def test_ghosts_take_no_more_memory_the_more_they_see() -> None:
     """The newest are remembered nearly all, and of strangers hardly one is taken for known."""
     ghosts = Ghosts(1 << 10)
     dice = random.Random(1)
-    seen = [hashlib.sha256(dice.randbytes(8)).digest() for _ in range(20_000)]
+    seen = [name(dice.getrandbits(64)) for _ in range(20_000)]
     for id in seen:
         ghosts.add(id)
     assert ghosts._table.itemsize * len(ghosts._table) == 8 << 10
     assert sum(id in ghosts for id in seen[-100:]) > 85
     assert sum(id in ghosts for id in seen) <= 1 << 10
-    assert not any(hashlib.sha256(dice.randbytes(8)).digest() in ghosts for _ in range(2_000))
+    assert not any(name(dice.getrandbits(64)) in ghosts for _ in range(2_000))

@@ -43,6 +43,39 @@ def test_the_nth_hit_acts_and_none_before() -> None:
             failpoint("disk.write")
 
 
+def test_hits_of_a_range_act_and_none_after_it() -> None:
+    arm("disk.write*2-3=errno:EIO")
+    failed = []
+    for hit in range(1, 6):
+        try:
+            failpoint("disk.write")
+        except OSError:
+            failed.append(hit)
+    assert failed == [2, 3]
+
+
+def test_a_share_of_the_hits_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = iter((0.3, 0.1, 0.25))
+    monkeypatch.setattr("random.random", lambda: next(draws))
+    arm("disk.write%0.25=short")
+    assert [failpoint("disk.write") for _ in range(3)] == ["", "short", ""]
+
+
+@pytest.mark.parametrize("verb", ["short", "flip"])
+def test_who_moves_bytes_is_told_what_to_do_to_them(verb: str) -> None:
+    assert failpoint("disk.write") == ""
+    arm(f"disk.write={verb}")
+    assert failpoint("disk.write") == verb
+
+
+def test_one_line_is_disarmed_and_the_others_stay() -> None:
+    arm("disk.write=errno:EIO,disk.read=errno:EIO")
+    disarm("disk.write")
+    failpoint("disk.write")
+    with pytest.raises(OSError):
+        failpoint("disk.read")
+
+
 def test_disarmed_lines_are_silent_and_count_afresh() -> None:
     arm("disk.write*2=errno:EIO")
     failpoint("disk.write")
@@ -73,7 +106,18 @@ def test_kill_ends_the_process_at_that_line_and_nothing_after_it_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["disk.write", "disk.write=", "=kill", "disk.write=panic", "disk.write=errno:ENONSENSE", "disk.write=sleep"]
+    "text",
+    [
+        "disk.write",
+        "disk.write=",
+        "=kill",
+        "disk.write=panic",
+        "disk.write=errno:ENONSENSE",
+        "disk.write=sleep",
+        "a*x=kill",
+        "a%=kill",
+        "%0.5=kill",
+    ],
 )
 def test_what_cannot_be_read_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="failpoint"):

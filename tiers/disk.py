@@ -13,13 +13,14 @@ were hit since being appended anew; so bytes on disk stay below the capacity by 
     segment files with their overhead + the catalog's map after its next growth + small files <= capacity
 """
 
+import contextlib
 import errno
 from collections.abc import Sequence
 from pathlib import Path
 
 from terracekv.tiers import upkeep
 from terracekv.tiers.audit import Audit
-from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES, Catalog
+from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES
 from terracekv.tiers.coder import Stored
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.entry import Entry, Place
@@ -91,7 +92,13 @@ class DiskTier:
 
     def _open(self, segment_bytes: int, direct: str, codec: str, free_floor_bytes: int) -> None:
         files = SegmentFiles(self.folder / "segments", direct)
-        self._catalog, whole = self._open_catalog(segment_bytes)
+        segments_bytes = SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES)
+        self._catalog, whole = upkeep.open_catalog(
+            self._owned,
+            self._namespaces.identity,
+            may_grow=self._may_grow,
+            map_bytes_max=self.capacity_bytes - SMALL_BYTES - segments_bytes,
+        )
         try:
             self._files = files
             self._records = DiskRecords(files, codec)
@@ -108,35 +115,18 @@ class DiskTier:
             for number in self._shelf.shrink() + self._shelf.lost:
                 self._catalog.drop_segment(number)
             self._rebuild = upkeep.Rebuild(
-                self._catalog, self._shelf, self._namespaces, [] if whole else self._shelf.segments()
+                self._catalog,
+                self._shelf,
+                self._namespaces,
+                [] if whole else self._shelf.segments(),
+                unsure_from=None if self._owned.same_boot or self._owned.was_clean else self._owned.synced,
+                is_whole=self._records.is_whole,
             )
-            if not self.rebuilding:
-                self._owned.opened(self._namespaces.identity)
+            if not whole and not self.rebuilding:
+                self._owned.opened(self._namespaces.identity, self._owned.synced)
         except BaseException:
             self._catalog.close()
             raise
-
-    def _open_catalog(self, segment_bytes: int) -> tuple[Catalog, bool]:
-        """The catalog, and whether it lists what the segments hold; if not, it is empty.
-
-        While it is not whole no state vouches for it, so a crash before the rebuild ends leads to another rebuild.
-        """
-        path = self.folder / "catalog"
-        if self._owned.trusted(self._namespaces.identity, path / DATA):
-            try:
-                catalog = Catalog(path, may_grow=self._may_grow)
-            except Damaged as damage:
-                journal.warning(damage.event, str(damage), tier=self.name)
-            else:
-                room = self.capacity_bytes - SMALL_BYTES - catalog.next_map_bytes
-                if not catalog.created and room >= SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES):
-                    return catalog, True
-                catalog.close()
-        elif self._owned.was_clean:
-            journal.warning("TKV-DAMAGED", f"{path} is not as it was left: rebuilt from segments", tier=self.name)
-        self._owned.distrust()
-        Catalog.discard(path)
-        return Catalog(path, may_grow=self._may_grow), False
 
     @property
     def rebuilding(self) -> bool:
@@ -151,7 +141,7 @@ class DiskTier:
         try:
             blocks = self._rebuild.run()
             if not self.rebuilding:
-                self._owned.opened(self._namespaces.identity)
+                self._owned.opened(self._namespaces.identity, self._owned.synced)
             return blocks
         except (OSError, TierDown) as error:
             self._failed(error)
@@ -257,9 +247,12 @@ class DiskTier:
         return found
 
     def sync(self) -> None:
-        """Make everything put so far survive a loss of power. OSError or TierDown when the medium cannot."""
-        self._shelf.sync()
-        self._catalog.sync()
+        """Make everything put so far survive a loss of power. OSError or TierDown when the medium cannot.
+
+        What a start after a loss of power need not look at is noted: of the rest it reads every byte."""
+        self._owned.synced = self._shelf.sync()
+        if not self.rebuilding and self._catalog.sound:
+            self._owned.opened(self._namespaces.identity, self._owned.synced)
 
     def check(self) -> None:
         """See ``Tier.check``: every entry names a record of its segment, every file is counted, all is within the cap.
@@ -280,9 +273,10 @@ class DiskTier:
         self._rebuild.stop()
         try:
             self.sync()
+            self._catalog.sync()
             self._catalog.close()
             if self._catalog.sound and not self.rebuilding:
-                self._owned.closed(self._namespaces.identity, self.folder / "catalog" / DATA)
+                self._owned.closed(self._namespaces.identity, self._owned.synced, self.folder / "catalog" / DATA)
         except (OSError, TierDown) as error:
             self._failed(error)
         finally:
@@ -382,7 +376,8 @@ class DiskTier:
     def _failed(self, error: OSError | TierDown | TierFull) -> None:
         self._ledger.failed(error)
         if not self._catalog.sound:
-            self._owned.distrust()
+            with contextlib.suppress(OSError):
+                self._owned.distrust()
 
     def _segments_limit(self) -> int:
         """What segment files may take: the catalog can grow once more without asking anyone."""

@@ -4,6 +4,7 @@ Owns the disk tier's codec. Called by the disk tier from worker threads, which s
 Imports ``checksum``, ``codec_id``, ``coder``, ``entry``, ``errors``, ``namespace`` and ``segment``.
 """
 
+import mmap
 import time
 from contextlib import AbstractContextManager
 
@@ -13,7 +14,8 @@ from terracekv.tiers.coder import Coder, Stored, coded_bytes_max
 from terracekv.tiers.entry import Entry
 from terracekv.tiers.errors import Damaged, TierDown
 from terracekv.tiers.namespace import Namespace
-from terracekv.tiers.segment import Record, SegmentFiles
+from terracekv.tiers.segment import Record, SegmentFiles, pages_of
+from terracekv.tiers.tier import PAGE
 
 MEMORY_S_MAX = 5.0
 """How long a thread waits for memory to code or decode in; a block takes milliseconds."""
@@ -67,6 +69,14 @@ class DiskRecords:
             except Damaged:
                 return False
             return True
+
+    def is_whole(self, namespace: Namespace, id: bytes, entry: Entry) -> bool:
+        """Whether a record is there with all its bytes, and right. Not if they cannot be read now."""
+        room = memoryview(mmap.mmap(-1, pages_of(namespace.block_bytes) * PAGE))
+        try:
+            return self.read(namespace, id, entry, room)
+        except (OSError, TierDown):
+            return False
 
     def report(self) -> dict[str, int | float | str | None]:
         """The codec's speeds, and whether it is used."""

@@ -124,7 +124,7 @@ class Ghosts:
     """Remembers ids that were seen, in a fixed 8 bytes each of a table of ``slots`` (rounded up to a power of two).
 
     A newer id overwrites an older one that falls on the same slot, so memory is bounded and the past fades. Ids are
-    hashes already: 8 bytes of one are fingerprint and position.
+    hashes already: 8 bytes of one, with the shard, are fingerprint and position.
     """
 
     def __init__(self, slots: int) -> None:
@@ -133,18 +133,25 @@ class Ghosts:
 
     def add(self, id: bytes) -> None:
         """Remember an id."""
-        mark = _MARK.unpack_from(id)[0]
+        mark = _mark(id)
         self._table[mark & self._mask] = mark
 
     def __contains__(self, id: bytes) -> bool:
-        mark = _MARK.unpack_from(id)[0]
+        mark = _mark(id)
         return bool(self._table[mark & self._mask] == mark)
 
     def discard(self, id: bytes) -> None:
         """Forget an id."""
-        mark = _MARK.unpack_from(id)[0]
+        mark = _mark(id)
         if self._table[mark & self._mask] == mark:
             self._table[mark & self._mask] = 0
 
 
-_MARK = struct.Struct("<Q")
+_ID = struct.Struct("<Q24xH")
+_SHARD_FACTOR = 0x9E3779B97F4A7C15
+
+
+def _mark(id: bytes) -> int:
+    """Another one for each shard of a block: what is true of one is not true of the others."""
+    key, shard = _ID.unpack(id)
+    return int(key + shard * _SHARD_FACTOR) & 0xFFFFFFFFFFFFFFFF

@@ -1,8 +1,8 @@
 """A folder with one owner, who remembers how it was left.
 
 Owns ``owner.lock`` (flocked for as long as the owner lives) and ``state.json`` of the folder. Used by a tier when it
-opens and closes, and ``claim`` by whoever else wants a folder for itself. Imports ``checksum``, ``errors`` and
-``failpoint``.
+opens, syncs and closes; ``claim`` and ``sync_folder`` by whoever else wants a folder for itself, or its names on the
+medium. Imports ``checksum``, ``errors`` and ``failpoint``.
 """
 
 import fcntl
@@ -51,15 +51,30 @@ def seal_of(path: Path) -> str:
     return f"{sum.value:016x}"
 
 
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the medium: files that were made, renamed or removed in it, for power loss."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
 class OwnedFolder:
     """The right to a folder. The lock is on the inode, so another path or a bind mount leads to the same lock."""
 
     def __init__(self, folder: Path) -> None:
         """Raises InUse while another process, or another object of this one, owns the folder."""
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
         self.folder = folder
         self.was_clean = False
         """Whether the last owner synced everything, known after ``trusted``."""
+        self.same_boot = False
+        """Whether the machine has not been started since, known after ``trusted``."""
+        self.synced = 0
+        """What the last owner gave for ``synced``, known after ``trusted``."""
         self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,8 +87,12 @@ class OwnedFolder:
                 f"{folder} is in use by another daemon (process {owner})",
                 "stop that daemon, or give this one a folder of its own",
             ) from None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        except BaseException:
+            self.release()
+            raise
 
     def trusted(self, identity: str, derived: Path) -> bool:
         """Whether ``derived``, a file of the folder, is as its owner left it, for namespaces of this ``identity``.
@@ -84,26 +103,28 @@ class OwnedFolder:
         """
         try:
             state = json.loads((self.folder / "state.json").read_bytes())
-            same_boot = bool(boot_id()) and state["boot"] == boot_id()
+            self.same_boot = bool(boot_id()) and state["boot"] == boot_id()
             self.was_clean = state["clean"] is True
+            self.synced = int(state.get("synced", 0))
             if state["format"] != FORMAT or state["identity"] != identity:
                 return False
-            return seal_of(derived) == state["seal"] if self.was_clean else same_boot
+            return seal_of(derived) == state["seal"] if self.was_clean else self.same_boot
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
-    def opened(self, identity: str) -> None:
-        """From here on only this boot of the machine can vouch for the derived data."""
-        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": False})
+    def opened(self, identity: str, synced: int) -> None:
+        """From here on only this boot of the machine can vouch for the derived data; call it before that is touched.
+        ``synced`` is the owner's note of what will be on the medium even after a loss of power."""
+        self._write(identity, synced, clean=False)
 
-    def closed(self, identity: str, derived: Path) -> None:
+    def closed(self, identity: str, synced: int, derived: Path) -> None:
         """Everything is synced and nothing more will be written."""
-        seal = seal_of(derived)
-        self._write({"format": FORMAT, "boot": boot_id(), "identity": identity, "clean": True, "seal": seal})
+        self._write(identity, synced, clean=True, seal=seal_of(derived))
 
     def distrust(self) -> None:
         """The derived data is damaged: the next owner rebuilds it."""
         (self.folder / "state.json").unlink(missing_ok=True)
+        sync_folder(self.folder)
 
     def release(self) -> None:
         """Let another owner in. Idempotent."""
@@ -111,7 +132,15 @@ class OwnedFolder:
             os.close(self._file)
             self._file = -1
 
-    def _write(self, state: dict[str, str | int | bool]) -> None:
+    def _write(self, identity: str, synced: int, *, clean: bool, seal: str = "") -> None:
+        state = {
+            "format": FORMAT,
+            "boot": boot_id(),
+            "identity": identity,
+            "synced": synced,
+            "clean": clean,
+            "seal": seal,
+        }
         fresh = self.folder / "state.new"
         with open(fresh, "w") as file:
             json.dump(state, file)
@@ -119,3 +148,5 @@ class OwnedFolder:
             os.fsync(file.fileno())
         failpoint("folder.replace")
         os.replace(fresh, self.folder / "state.json")
+        failpoint("folder.replaced")
+        sync_folder(self.folder)

@@ -2,8 +2,8 @@
 
 Owns ``namespaces.json`` in the state folder: written whole, fsynced, renamed into place, so an epoch once raised
 stays raised. It is not in the catalog because the catalog can be rebuilt from segments and an epoch cannot.
-Called by the daemon on its event loop and by tiers from any thread. Imports ``checksum``, ``errors`` and
-``failpoint``.
+Called by the daemon on its event loop and by tiers from any thread. Imports ``checksum``, ``errors``, ``failpoint``
+and ``folder``.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import BadRequest, Damaged
 from terracekv.tiers.failpoint import failpoint
+from terracekv.tiers.folder import sync_folder
 
 FORMAT = 2
 """Format 1 had no check over its rows."""
@@ -159,11 +160,7 @@ class Namespaces:
         failpoint("namespaces.replace")
         os.replace(fresh, self._path)
         failpoint("namespaces.replaced")
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._path.parent)
 
 
 def _check(identity: str, rows: list[dict[str, Any]]) -> str:

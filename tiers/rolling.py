@@ -77,7 +77,8 @@ class Roller:
             return False
         try:
             if save and segment.hit:
-                self._save_hits(segment)
+                for number in self._save_hits(segment):
+                    self._files.sync(number)  # or a loss of power would take what was on the medium before
             evicted = self._catalog.drop_segment(segment.number)
             failpoint("disk.evicted")
         except BaseException:
@@ -87,7 +88,9 @@ class Roller:
         self._ledger.left("capacity", evicted)
         return True
 
-    def _save_hits(self, segment: Segment) -> None:
+    def _save_hits(self, segment: Segment) -> set[int]:
+        """Append its hits anew; the segments that took them."""
+        targets = set[int]()
         saving = segment.pages // 2
         after = -1
         # Of the buffer only what the largest block takes is ever touched. It is not closed by hand: whatever goes wrong
@@ -96,30 +99,32 @@ class Roller:
         while saving and (rows := self._catalog.held(segment.number, after)):
             for id, entry in rows:
                 pages = entry.end_page - entry.page
-                if segment.marked(entry.page) and pages <= saving and self._save(id, entry, buffer):
+                if segment.marked(entry.page) and pages <= saving and (target := self._save(id, entry, buffer)):
                     saving -= pages
+                    targets.add(target)
             after = rows[-1][1].page
+        return targets
 
-    def _save(self, id: bytes, entry: Entry, buffer: memoryview) -> bool:
-        """Append a block of a segment under eviction anew, without rolling; False when it must go."""
+    def _save(self, id: bytes, entry: Entry, buffer: memoryview) -> int:
+        """Append a block of a segment under eviction anew, without rolling; the segment, 0 when it must go."""
         pages = entry.end_page - entry.page
         room = self._shelf.take(pages)
         if room is None:
-            return False
+            return 0
         target, page = room
         used = False
         try:
             record = self._files.read(entry.segment, entry.page, entry.stored_bytes, buffer)
             if record is None or record.id != id or record.stored_bytes != entry.stored_bytes:
-                return False
+                return 0
             namespace = self._namespaces.get(record.namespace_id)
             if namespace is None or namespace.stamp != entry.stamp:
-                return False
+                return 0
             self._files.write(replace(record, generation=target.number), page, buffer)
             used = self._catalog.move([(id, entry, entry._replace(segment=target.number, page=page))])[0]
-            return used
+            return target.number if used else 0
         except OSError as error:
             self._ledger.failed(error)
-            return False
+            return 0
         finally:
             self._shelf.done(target, page, pages, used)

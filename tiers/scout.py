@@ -62,9 +62,11 @@ class Scout:
         return count
 
     def present(self, namespace: Namespace, id: bytes, deadline: float) -> bool:
-        """Whether a block is there, as far as is known; asks when it is not. TierDown."""
+        """Whether a block is there: asked, unless it was found absent of late. That it is present may be a guess: of a
+        chain only some blocks are asked about, and one in between may be missing, or only one of its shards. TierDown.
+        """
         known = self.presence.get(namespace.stamp, id)
-        return self.head(namespace, id, deadline) is not None if known is None else known
+        return known is not False and self.head(namespace, id, deadline) is not None
 
     def head(self, namespace: Namespace, id: bytes, deadline: float) -> Object | None:
         """An object that may be the block; one of a size that no record has is none. TierDown."""

@@ -2,7 +2,7 @@
 
 Owns the record format, the files ``<number>.segment`` of one folder and the choice between direct and buffered I/O.
 Called by the disk tier from any thread; which pages of which segment are in use is the tier's business, not ours.
-Imports ``checksum``, ``codec_id``, ``errors``, ``failpoint`` and ``tier``.
+Imports ``checksum``, ``codec_id``, ``errors``, ``failpoint``, ``folder`` and ``tier``.
 
 A segment's number is its generation: it is in the file's name and in every record, it only grows, and a file that is
 reused gets a new name. So a place (number, page) never means two things, and what an earlier life of the file, or
@@ -24,6 +24,7 @@ from terracekv.tiers.checksum import checksum
 from terracekv.tiers.codec_id import Codec
 from terracekv.tiers.errors import ConfigError
 from terracekv.tiers.failpoint import failpoint
+from terracekv.tiers.folder import sync_folder
 from terracekv.tiers.journal import Journal
 from terracekv.tiers.tier import PAGE
 
@@ -139,7 +140,9 @@ class SegmentFiles:
         self._staging = _Staging()
         self._direct = direct != "off"
         self._mode_lock = threading.Lock()
-        folder.mkdir(exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(exist_ok=True)
+            sync_folder(folder.parent)
         if self._direct:
             self._probe(must=direct == "on")
 
@@ -163,12 +166,14 @@ class SegmentFiles:
         return dict(sorted(ours.items())), sorted(foreign)
 
     def create(self, number: int, size: int) -> None:
-        """A file of ``size`` bytes, all of them allocated. OSError leaves no file."""
+        """A file of ``size`` bytes, all of them allocated, whose name is on the medium. OSError leaves no file."""
         path = self.path(number)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             failpoint("segment.create")
             os.posix_fallocate(file, 0, size)
+            sync_folder(self.folder)
+            failpoint("segment.created")
         except OSError:
             os.unlink(path)
             raise
@@ -176,13 +181,23 @@ class SegmentFiles:
             os.close(file)
 
     def rename(self, number: int, fresh: int) -> None:
-        """Begin another life of a file: its old records are of an old generation from here on."""
+        """Begin another life of a file: its old records are of an old generation from here on, and after a loss of
+        power too, or it would come back under its old name with new records over its old ones. OSError leaves the name.
+        """
         failpoint("segment.reuse")
         os.rename(self.path(number), self.path(fresh))
+        try:
+            sync_folder(self.folder)
+        except OSError:
+            os.rename(self.path(fresh), self.path(number))
+            raise
+        failpoint("segment.reused")
 
     def remove(self, number: int) -> None:
         """Give the file's bytes back; no error when it is gone."""
+        failpoint("segment.remove")
         self.path(number).unlink(missing_ok=True)
+        failpoint("segment.removed")
 
     def write(self, record: Record, page: int, payload: memoryview) -> None:
         """Write a record at ``page`` of its segment, in one call; OSError when not all of it could be."""
@@ -250,11 +265,13 @@ class SegmentFiles:
 
     def sync(self, number: int) -> None:
         """Bring a segment's bytes to the medium, for power loss."""
+        failpoint("segment.sync")
         file = os.open(self.path(number), os.O_RDONLY)
         try:
             os.fdatasync(file)
         finally:
             os.close(file)
+        failpoint("segment.synced")
 
     def _io(
         self,

@@ -29,7 +29,7 @@ journal = Journal(__name__)
 class Segment:
     """One segment of the table. Fields change under the shelf's lock; ``number`` never does."""
 
-    __slots__ = ("number", "size", "pages", "cursor", "readers", "writers", "leaving", "unsynced", "_hits")
+    __slots__ = ("number", "size", "pages", "cursor", "readers", "writers", "leaving", "unsynced", "doubtful", "_hits")
 
     def __init__(self, number: int, size: int, cursor: int) -> None:
         """``size`` is in bytes, ``cursor`` in pages."""
@@ -41,6 +41,8 @@ class Segment:
         self.writers = 0
         self.leaving = False
         self.unsynced = False
+        self.doubtful = False
+        """A sync failed: the kernel may have dropped what it could not write, and the next one would not say so."""
         self._hits: bytearray | None = None
 
     @property
@@ -158,6 +160,7 @@ class Shelf:
         with self._lock:
             assert segment.writers > 0
             segment.writers -= 1
+            segment.unsynced = True  # a sync may have come between taking the room and writing there
             if not used and segment.cursor == page + pages:
                 segment.cursor = page
 
@@ -255,8 +258,12 @@ class Shelf:
             with self._lock:
                 if not self._spares:
                     return
-                number, _ = self._spares.pop(0)
-            self.files.remove(number)
+                spare = self._spares.pop(0)
+            try:
+                self.files.remove(spare[0])
+            except OSError:
+                self._still_there(spare)
+                raise
 
     def can_advance(self) -> bool:
         """Whether ``advance`` needs no eviction first."""
@@ -284,6 +291,8 @@ class Shelf:
             except FileNotFoundError:
                 continue
             except OSError as error:
+                if spare is not None:
+                    self._still_there(spare)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 text = f"no room for another segment in {self.files.folder}: {error}"
@@ -295,20 +304,30 @@ class Shelf:
                 self._active = self._table[number] = Segment(number, self.segment_bytes, 0)
             return True
 
-    def sync(self) -> None:
-        """Bring what was written since the last call to the medium. OSError leaves it to be synced again."""
+    def sync(self) -> int:
+        """Bring what was written since the last call to the medium; segments below the number that is returned will
+        not change any more and are there whole. OSError when that cannot be said, now or ever of a segment."""
         for segment in self.segments():
             with self._lock:
                 due, segment.unsynced = segment.unsynced, False
             if not due:
                 continue
             try:
+                if segment.doubtful:
+                    raise OSError(errno.EIO, "an earlier sync of it failed", str(self.files.path(segment.number)))
                 self.files.sync(segment.number)
             except FileNotFoundError:
                 continue
             except OSError:
-                segment.unsynced = True
+                segment.unsynced = segment.doubtful = True
                 raise
+        return self.settled()
+
+    def settled(self) -> int:
+        """Segments below this number will not change any more, and are on the medium."""
+        with self._lock:
+            open = [s.number for s in self._table.values() if s is self._active or s.writers or s.unsynced]
+            return min(open, default=self._next_number)
 
     def check(self) -> None:
         """Every segment's file is there with the size we count, and nothing else is."""
@@ -320,6 +339,11 @@ class Shelf:
                 assert 0 <= segment.cursor <= segment.pages, f"segment {segment.number} is filled beyond its end"
                 assert segment.readers >= 0 and segment.writers >= 0
             assert self._cost() <= self.limit_bytes(), f"{self._cost()} bytes, limit {self.limit_bytes()}"
+
+    def _still_there(self, spare: tuple[int, int]) -> None:
+        """A spare file that could not be renamed or removed is counted on."""
+        with self._lock:
+            self._spares.append(spare)
 
     def _bytes(self) -> int:
         held = sum(segment.size for segment in self._table.values()) + sum(size for _, size in self._spares)

@@ -1,19 +1,20 @@
-"""Upkeep of the disk tier: rebuilding the catalog from segments, dropping what is stale, comparing the books.
+"""Upkeep of the disk tier: opening the catalog or rebuilding it from segments, dropping what is stale, comparing books.
 
 Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threads, beside puts and gets. Imports
-``audit``, ``catalog``, ``codec_id``, ``disk_record``, ``entry``, ``errors``, ``journal``, ``namespace``, ``segment``,
-``shelf`` and ``tier``.
+``audit``, ``catalog``, ``codec_id``, ``disk_record``, ``entry``, ``errors``, ``folder``, ``journal``, ``namespace``,
+``segment``, ``shelf`` and ``tier``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from terracekv.tiers.audit import Audit
-from terracekv.tiers.catalog import Catalog
+from terracekv.tiers.catalog import DATA, Catalog
 from terracekv.tiers.codec_id import known
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.entry import Entry, Place
-from terracekv.tiers.errors import TierFull, event_and_advice
+from terracekv.tiers.errors import Damaged, TierFull, event_and_advice
+from terracekv.tiers.folder import OwnedFolder
 from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.segment import Record
@@ -27,11 +28,49 @@ AUDIT_BYTES = 64 << 20
 journal = Journal(__name__)
 
 
+def open_catalog(
+    owned: OwnedFolder, identity: str, *, may_grow: Callable[[int], bool], map_bytes_max: int
+) -> tuple[Catalog, bool]:
+    """The catalog of a disk tier's folder, and whether it lists what the segments hold; if not, it is empty.
+
+    While it is not whole no state vouches for it, so a crash before the rebuild ends leads to another rebuild. One
+    whose next growth would pass ``map_bytes_max`` is made anew.
+    """
+    path = owned.folder / "catalog"
+    if owned.trusted(identity, path / DATA):
+        owned.opened(identity, owned.synced)
+        try:
+            catalog = Catalog(path, may_grow=may_grow)
+        except Damaged as damage:
+            journal.warning(damage.event, str(damage), tier="disk")
+        else:
+            if not catalog.created and catalog.next_map_bytes <= map_bytes_max:
+                return catalog, True
+            catalog.close()
+    elif owned.was_clean:
+        journal.warning("TKV-DAMAGED", f"{path} is not as it was left: rebuilt from segments", tier="disk")
+    owned.distrust()
+    Catalog.discard(path)
+    return Catalog(path, may_grow=may_grow), False
+
+
 class Rebuild:
     """Fills an empty catalog with what the segments hold."""
 
-    def __init__(self, catalog: Catalog, shelf: Shelf, namespaces: Namespaces, segments: Sequence[Segment]) -> None:
-        """``segments`` are those to read, oldest first."""
+    def __init__(
+        self,
+        catalog: Catalog,
+        shelf: Shelf,
+        namespaces: Namespaces,
+        segments: Sequence[Segment],
+        *,
+        unsure_from: int | None,
+        is_whole: Callable[[Namespace, bytes, Entry], bool],
+    ) -> None:
+        """``segments`` are those to read, oldest first. After a loss of power, in those from ``unsure_from`` on a
+        record's header may be there and its bytes not: only what ``is_whole`` is listed."""
+        self._unsure_from = unsure_from
+        self._is_whole = is_whole
         self._catalog = catalog
         self._shelf = shelf
         self._namespaces = namespaces
@@ -87,7 +126,11 @@ class Rebuild:
         if namespace.epoch != record.epoch or not known(record.codec):
             return None
         sizes = (record.payload_bytes, record.stored_bytes)
-        return record.id, Entry(namespace.stamp, record.generation, page, *sizes, record.checksum, record.codec)
+        entry = Entry(namespace.stamp, record.generation, page, *sizes, record.checksum, record.codec)
+        unsure = self._unsure_from is not None and record.generation >= self._unsure_from
+        if unsure and not self._is_whole(replace(namespace, block_bytes=record.payload_bytes), record.id, entry):
+            return None
+        return record.id, entry
 
 
 def drop_stale(catalog: Catalog, namespace: Namespace) -> int:

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from terracekv.daemon.forgetting import Flushed
 from terracekv.tests.model.books import MODELS, Books, Model, Seen, check_bytes, check_lookups, look, present
 from terracekv.tests.model.engines import Commit, Engine, Writer, commit, join
-from terracekv.tests.model.world import Killed, Media, World
+from terracekv.tests.model.world import Killed, World
 from terracekv.tiers import failpoint
 from terracekv.tiers.gpu import GpuTier
 from terracekv.tiers.namespace import Namespace
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
         self.world.media.asleep = True
         world, books = self.world, self.books
         seen = look(world)
-        books.may_tear |= "flipped read" in world.media.fired
+        books.may_tear |= "os.preadv flip" in world.media.fired
         check_bytes(world, books, seen)
         check_lookups(world, seen)
         self.check_nothing_left_unsaid(seen)
@@ -260,7 +260,7 @@ class Machine(RuleBasedStateMachine):
             for id, segment in books.on_disk.items()
             if id in current and id not in seen.disk and id not in excused and segment in set(there) - leaving
         }
-        if set(Media.READS) & set(world.media.fired):
+        if any(call.startswith("os.preadv") for call in world.media.fired):
             gone.clear()  # what cannot be read is not listed any more
         kept = dict[bytes, int]()
         if world.disk.rebuilding:

@@ -18,7 +18,7 @@ from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 from terracekv.tests.model.books import MODELS, Model, Seen, look, lying, read
 from terracekv.tests.model.engine_rules import EngineRules
 from terracekv.tests.model.machine import any_of, chain_of, length_of, model_of, mortal
-from terracekv.tests.model.world import Media
+from terracekv.tests.model.world import MEDIA
 from terracekv.tiers import failpoint
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.tier import PAGE
@@ -188,14 +188,14 @@ class StoreMachine(EngineRules):
         try:
             self.do_job(n)
         finally:
-            failpoint._armed.pop(line, None)
+            failpoint.disarm(line)
             self.world.meanwhile = lambda: None
 
     @precondition(lambda self: self.world.disk.rebuilding)
     @rule()
     @mortal
     def the_catalog_is_rebuilt(self) -> None:
-        self.world.media.calm()
+        self.world.calm()
         self.books.may_tear = True
         self.world.disk.rebuild()
         assert not self.world.disk.rebuilding
@@ -239,19 +239,19 @@ class StoreMachine(EngineRules):
     # What goes wrong.
 
     @rule(
-        what=st.sampled_from([*Media.READS, *Media.WRITES, *GROWTH, *LINES, *["rot"] * 3, *["a GPU's copy"] * 2]),
+        what=st.sampled_from([*MEDIA, *GROWTH, *LINES, *["rot"] * 3, *["a GPU's copy"] * 2]),
         n=any_of,
         offset=st.integers(-140, 4_999),
     )
     def something_goes_wrong(self, what: str, n: int, offset: int) -> None:
         """The next time the disk or the GPU is asked, when a line is reached, or in what lies on the disk already."""
-        if what in Media.READS + Media.WRITES:
-            self.world.media.arm(what)
+        if what in MEDIA:
+            self.world.go_wrong(what)
         elif what in LINES:
-            failpoint._hits.pop(what, None)
+            failpoint.disarm(what)
             failpoint.arm(f"{what}*{1 + n % 3}=kill")
         elif what in GROWTH:
-            failpoint._armed.pop("segment.create", None)
+            failpoint.disarm("segment.create")
             failpoint.arm(GROWTH[what])
         elif what == "a GPU's copy":
             self.world.fake.fail_calls["memcpyAsync"] = 0

@@ -2,15 +2,14 @@
 
 Owns the folders, the opened tiers, an event loop that runs only when told to, and a mover without threads whose jobs
 run one by one, in an order that the test chooses; in some worlds a fake GPU, which does nothing before it must. Also
-what goes wrong: a death at a named line, reads and writes of segments that fail, bytes that rot. Used by the machine of
+what goes wrong: a death at a named line, calls of the medium that fail, bytes that rot. Used by the machine of
 ``test_store.py`` in one thread. Imports ``daemon``, ``kernels`` and ``tiers``.
 """
 
 import asyncio
-import errno
 import os
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -26,6 +25,7 @@ from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.store import Store
 from terracekv.kernels import cuda
+from terracekv.tests.faults import DISK, FaultLayer
 from terracekv.tests.kernels.fake_cupy import FakeCupy
 from terracekv.tests.kernels.gpus import bytes_at
 from terracekv.tiers import failpoint
@@ -82,48 +82,23 @@ class StepMover(Mover):
             future.set_result(result)
 
 
-class Media:
-    """Stands before ``os.preadv`` and ``os.pwritev``. ``arm`` makes one later call fail; ``fired`` says what did."""
-
-    READS = ("read EIO", "short read", "flipped read")
-    WRITES = ("write EIO", "write ENOSPC", "short write")
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._real = os.preadv, os.pwritev
-        patch.setattr(os, "preadv", self._preadv)
-        patch.setattr(os, "pwritev", self._pwritev)
-        self._armed: dict[bool, str] = {}
-        self.asleep = False
-        """While the test itself looks at the files."""
-        self.fired: list[str] = []
-
-    def arm(self, fault: str) -> None:
-        self._armed[fault in self.WRITES] = fault
-
-    def calm(self) -> None:
-        self._armed.clear()
-
-    def _fault(self, writes: bool) -> str:
-        fault = "" if self.asleep else self._armed.pop(writes, "")
-        if fault:
-            self.fired.append(fault)
-        if fault.endswith("EIO"):
-            raise OSError(errno.EIO, "as the test wanted")
-        if fault.endswith("ENOSPC"):
-            raise OSError(errno.ENOSPC, "as the test wanted")
-        return fault
-
-    def _preadv(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
-        fault = self._fault(writes=False)
-        got = self._real[0](file, buffers, offset)
-        if fault == "flipped read":
-            buffers[-1][0] ^= 1
-        return got // 2 if fault == "short read" else got
-
-    def _pwritev(self, file: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if self._fault(writes=True) == "short write":
-            return self._real[1](file, [b"".join(buffers)[: sum(map(len, buffers)) // 2]], offset)
-        return self._real[1](file, buffers, offset)
+READS = {
+    "read EIO": "os.preadv*1-1=errno:EIO",
+    "short read": "os.preadv*1-1=short",
+    "flipped read": "os.preadv*1-1=flip",
+}
+WRITES = {
+    "write EIO": "os.pwritev*1-1=errno:EIO",
+    "write ENOSPC": "os.pwritev*1-1=errno:ENOSPC",
+    "short write": "os.pwritev*1-1=short",
+}
+FILES = {
+    "rename EIO": "os.rename*1-1=errno:EIO",
+    "rename ENOSPC": "os.rename*1-1=errno:ENOSPC",
+    "unlink EPERM": "os.unlink*1-1=errno:EPERM",
+}
+MEDIA = READS | WRITES | FILES
+"""What one later call of the medium does: one that reads, one that writes, one that moves a file."""
 
 
 class World:
@@ -160,7 +135,7 @@ class World:
         """What was raised where nobody waits for it."""
         self.loop.set_exception_handler(self._surprised)
         self._patch = pytest.MonkeyPatch()
-        self.media = Media(self._patch)
+        self.media = FaultLayer(self._patch.setattr, DISK)
         self.meanwhile: Callable[[], None] = lambda: None
         """What happens while a job stands at a line that is armed with ``sleep``."""
         self._replace_failpoints()
@@ -196,7 +171,6 @@ class World:
     def open(self) -> None:
         """Begin a life."""
         failpoint.disarm()
-        self.media.calm()
         self.fake = FakeCupy()
         self.tiers = open_tiers(self.config)
         assert self.tiers.disk is not None
@@ -233,6 +207,16 @@ class World:
         """What an engine that has the gpu tier open finds in a slot of it."""
         assert self.gpu is not None
         return bytes(bytes_at(self.gpu._base + slot.offset, size))
+
+    def go_wrong(self, what: str) -> None:
+        """A later call of the medium fails, in one of the ways of ``MEDIA``."""
+        failpoint.disarm(MEDIA[what].partition("*")[0])
+        failpoint.arm(MEDIA[what])
+
+    def calm(self) -> None:
+        """The medium does what it should."""
+        for fault in MEDIA.values():
+            failpoint.disarm(fault.partition("*")[0])
 
     def turn(self) -> None:
         """Let the loop run until nothing is ready."""
@@ -294,10 +278,12 @@ class World:
 
     def lose_host(self) -> None:
         """Between two lives: the runtime folder is empty, as after a start of the machine."""
+        self.calm()
         shutil.rmtree(self.runtime)
 
     def lose_catalog(self) -> None:
         """Between two lives."""
+        self.calm()
         shutil.rmtree(Path(self.config.disk.path) / "catalog")
 
     def end(self) -> None:

@@ -41,6 +41,50 @@ def test_a_node_that_never_saw_a_prompt_loads_it_from_the_bucket(cluster: Cluste
     cluster.run(story)
 
 
+@pytest.mark.parametrize("hole", range(8))
+def test_what_is_only_believed_to_be_in_the_bucket_is_not_durable_until_it_is_there(
+    cluster: Cluster, hole: int
+) -> None:
+    """Of a chain only some blocks are asked about, so one that a node could not write is believed to be there, too."""
+
+    async def story(c: Cluster) -> None:
+        async with c.node("a") as a, c.node("b") as b:
+            await a.put(*CHAIN, durable=True)
+            missing = next(name for name in c.stub.objects if key(hole).hex() in name)
+            del c.stub.objects[missing]
+            await b.store.find(b.namespace, KEYS, 5.0)
+            session = b.session()
+            handle, slots = b.sessions.reserve(session, KEYS)
+            b.fill(slots, ids_of(*CHAIN))
+            stored, durable = await b.sessions.commit(session, handle, CHAIN, True)
+            assert stored == durable == CHAIN
+            assert missing in c.stub.objects, "answered as durable, and nowhere"
+            b.sessions.close(session)
+
+    cluster.run(story)
+
+
+def test_a_block_that_somebody_else_stored_is_durable_once_it_is_in_the_bucket(cluster: Cluster) -> None:
+    async def story(c: Cluster) -> None:
+        async with c.node("a") as a, c.node("b", s3_admission="second_touch") as b:
+            await a.put(*CHAIN, durable=True)
+            missing = next(name for name in c.stub.objects if key(3).hex() in name)
+            del c.stub.objects[missing]
+            await b.store.find(b.namespace, KEYS, 5.0)
+            first, second = b.session(), b.session()
+            reserved = [(each, *b.sessions.reserve(each, KEYS)) for each in (first, second)]
+            for _, _, slots in reserved:
+                b.fill(slots, ids_of(*CHAIN))
+            assert (await b.sessions.commit(first, reserved[0][1], CHAIN, False))[1] == []
+            assert missing not in c.stub.objects
+            assert (await b.sessions.commit(second, reserved[1][1], CHAIN, True))[1] == CHAIN
+            assert missing in c.stub.objects
+            b.sessions.close(first)
+            b.sessions.close(second)
+
+    cluster.run(story)
+
+
 def test_blocks_are_taken_from_the_uppermost_tier_that_has_them(cluster: Cluster) -> None:
     async def story(c: Cluster) -> None:
         async with c.node("a", disk=True) as a:
