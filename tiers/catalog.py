@@ -3,8 +3,7 @@
 Owns one LMDB environment. It *is* the index: nothing of it is kept in Python, so memory does not grow with blocks.
 All of it is derived from segments and can be thrown away, hence no syncing at commit: a commit survives the death of
 the process, and ``sync`` is for the death of the machine. ``leading`` and ``get`` are called on the event loop and in
-worker threads, changes come from worker threads. Imports ``entry``, ``errors``,
-``failpoint``, ``gate`` and ``tier``.
+worker threads, changes come from worker threads. Imports ``entry``, ``errors``, ``failpoint``, ``gate`` and ``tier``.
 
 The map (LMDB's limit on its file) grows in steps. LMDB forbids that under live transactions, so a gate lets in
 either any number of transactions or one growth.
@@ -385,6 +384,7 @@ class Catalog:
         with self._environment.begin(write=True, db=self._blocks) as transaction:
             result = change(transaction)
             failpoint("catalog.commit")
+        failpoint("catalog.committed")
         return result
 
     def _grow(self, seen_bytes: int, unasked: bool) -> bool:
