@@ -36,6 +36,7 @@ from terracekv.daemon.http_messages import (
     Problem,
     Ready,
     Stored,
+    Synced,
     Unpin,
     Verified,
     Verify,
@@ -279,6 +280,7 @@ class HttpDoor:
             Route("POST", "/v1/unpin", queries.unpin, "Let go of a pinned chain", {200: Done}, Unpin),
             Route("POST", "/v1/flush", queries.flush, "Forget a namespace's blocks", {200: Done}, Flush),
             Route("POST", "/v1/verify", queries.verify, "Check stored blocks", {200: Verified}, Verify),
+            Route("POST", "/v1/sync", queries.sync, "Bring what is stored on disk to the medium", {200: Synced}),
             Route("GET", "/v1/status", self._status, "All that the daemon knows about itself", {200: dict}),
             Route("GET", "/v1/namespaces", self._namespaces, "All namespaces", {200: dict}),
             Route(

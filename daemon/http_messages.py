@@ -137,6 +137,14 @@ class Done(Struct):
     skipped: dict[str, int]
 
 
+class Synced(Struct):
+    """``waited``: blocks that were on their way to each tier when it was asked. ``synced``: the tiers whose blocks
+    outlive a loss of power from now on. A bucket is not among them: what it has answered it answers for itself."""
+
+    waited: dict[str, int]
+    synced: list[str]
+
+
 class Stored(Struct):
     """``outcome`` is ``stored``, or ``present`` when the block was there already."""
 

@@ -1,4 +1,4 @@
-"""Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, events.
+"""Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, sync, events.
 
 Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
 ``http_messages``, ``store``, ``tasks`` and ``tiers``.
@@ -28,6 +28,7 @@ from terracekv.daemon.http_messages import (
     Prefetch,
     Problem,
     Reach,
+    Synced,
     Unpin,
     Verified,
     Verify,
@@ -39,7 +40,7 @@ from terracekv.daemon.http_messages import (
 from terracekv.daemon.store import Store
 from terracekv.tiers.audit import Audit
 from terracekv.tiers.block import block_id, block_keys
-from terracekv.tiers.errors import BadRequest, NotFound
+from terracekv.tiers.errors import BadRequest, NotFound, TierDown
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.tier import Miss
 
@@ -48,6 +49,7 @@ INLINE_BYTES = 16 << 10
 WORK_S_MAX = 30.0
 AUDIT_S_MAX = 60.0
 PIN_S_MAX = 60.0
+SYNC_S_MAX = 60.0
 HEARTBEAT_S = 15.0
 LISTENERS_MAX = 64
 LISTENER_IDLE_S = 60.0
@@ -154,6 +156,28 @@ class Queries:
         work = partial(audits[wanted.tier], wanted.after)
         found = await movers[wanted.tier].ask(work, AUDIT_S_MAX, f"the {wanted.tier} tier")
         return reply(request, Verified(wanted.tier, **asdict(found)))
+
+    async def sync(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Answers when all that is on its way to the disk tier, or in it, outlives a loss of power."""
+        waited = {through.lower.name: through.writes for through in self._store.through}
+        writes = [write for of_tier in waited.values() for write in of_tier]
+        synced = []
+        try:
+            async with asyncio.timeout(SYNC_S_MAX):
+                if writes:
+                    await asyncio.wait(writes)
+                if self._store.disk is not None:
+                    await self._store.disk_mover.load(self._store.disk.sync, limit_s=SYNC_S_MAX)
+                    synced.append(self._store.disk.name)
+        except TimeoutError:
+            raise Problem(
+                504, "deadline", f"not done within {SYNC_S_MAX:g} s", "see what the tiers' queues hold"
+            ) from None
+        except (OSError, TierDown) as error:
+            raise Problem(
+                503, "not_synced", f"the disk tier: {error}", "see the log of the machine's kernel"
+            ) from error
+        return reply(request, Synced({name: len(writes) for name, writes in waited.items()}, synced))
 
     async def events(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Server-sent events until the client, or the daemon, goes away."""

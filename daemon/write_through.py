@@ -74,6 +74,11 @@ class WriteThrough:
         return [write for write, (_, id) in self._under_way.items() if id in ids]
 
     @property
+    def writes(self) -> "list[asyncio.Future[Outcome]]":
+        """All that have not ended."""
+        return list(self._under_way)
+
+    @property
     def blocks_under_way(self) -> int:
         """Blocks whose writes have not ended."""
         return len(self._under_way)

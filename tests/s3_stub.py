@@ -191,6 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         bucket, _, key = urllib.parse.unquote(path).lstrip("/").partition("/")
         body = self._body()
+        if len(body) < int(self.headers.get("Content-Length", 0)):  # cut off: no server keeps half an object
+            self.close_connection = True
+            return
         with stub.lock:
             stub.asked[self.command] += 1
             stub.requests.append((self.command, key, {name.lower(): value for name, value in self.headers.items()}))

@@ -44,12 +44,14 @@ def test_two_hundred_blocks_are_found_again_without_reading_segments(
         tier.check()
 
 
-POINTS = ["segment.create", "segment.write", "segment.written", "disk.publish", "catalog.commit", "disk.published"]
+POINTS = ["segment.create", "segment.created", "segment.write", "segment.written", "disk.publish", "disk.published"]
+POINTS += ["catalog.commit", "catalog.committed"]
 LATER = [
     "segment.create*2",
     "segment.written*50",
     "catalog.commit*60",
     "segment.reuse",
+    "segment.reused",
     "disk.evicted",
     "disk.evicted*3",
 ]
@@ -83,6 +85,29 @@ def test_killed_at_any_line_no_acknowledged_block_is_lost_and_none_is_invented(
         tier.check()
         assert put(tier, disk.namespace, name(total)) is Outcome.STORED
         assert verified(tier, disk.namespace, [name(total)]) == 1
+
+
+@pytest.mark.parametrize(
+    "point", ["segment.remove", "segment.removed", "segment.sync", "segment.synced", "catalog.sync"]
+)
+def test_killed_while_it_gets_smaller_or_closes_it_keeps_what_fits(disk: Disks, point: str) -> None:
+    with closing(disk.open()) as tier:
+        for index in range(6 * PER_SEGMENT):
+            put(tier, disk.namespace, name(index))
+    small = 6 << 20
+
+    def work() -> None:
+        tier = disk.open(small)
+        for index in range(6 * PER_SEGMENT, 6 * PER_SEGMENT + 5):
+            put(tier, disk.namespace, name(index))
+        tier.close()
+
+    crash(work, f"{point}=kill")
+    with closing(disk.open(small)) as tier:
+        tier.check()
+        newest = list(map(name, range(5 * PER_SEGMENT, 6 * PER_SEGMENT)))
+        assert verified(tier, disk.namespace, newest) == PER_SEGMENT
+        verified(tier, disk.namespace, map(name, range(7 * PER_SEGMENT)))
 
 
 def test_fifty_kills_in_a_row_cost_no_room(disk: Disks) -> None:

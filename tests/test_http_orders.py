@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from terracekv.tests.faults import FaultLayer
 from terracekv.tests.people import MODEL, People, keys_of, served, until, url, whole
+from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
 
 
@@ -125,3 +127,34 @@ async def test_a_full_or_read_only_disk_is_507_and_names_where(people: People, m
         assert (status, answer["error"]["kind"]) == (507, "no_room")
         assert (path or str(people.folder / "state")) in answer["error"]["message"]
         assert os.strerror(number) in answer["error"]["message"] and answer["error"]["hint"]
+
+
+@served()
+async def test_sync_answers_when_all_that_was_stored_is_on_the_medium(people: People) -> None:
+    namespace, keys = people.register(), keys_of(8)
+    await people.put(namespace, *keys)
+    assert people.store.disk is not None
+    status, done = await people.ask("POST", "/v1/sync")
+    assert (status, done["synced"]) == (200, ["disk"]) and done["waited"].keys() == {"disk"}
+    assert people.store.disk.leading(namespace, [block_id(key, 0) for key in keys]) == 8
+    assert not [segment for segment in people.store.disk._shelf.segments() if segment.unsynced]
+
+
+@served(disk_bytes=0)
+async def test_without_a_disk_nothing_is_said_to_be_synced(people: People) -> None:
+    status, done = await people.ask("POST", "/v1/sync")
+    assert (status, done) == (200, {"waited": {}, "synced": []})
+
+
+@served()
+async def test_what_once_could_not_be_synced_is_never_said_to_be(people: People) -> None:
+    """The kernel drops what it could not write, and does not say so again."""
+    namespace = people.register()
+    await people.put(namespace, *keys_of(3), durable="1")
+    with pytest.MonkeyPatch.context() as patch:
+        FaultLayer(patch.setattr, ["os.fdatasync"])
+        failpoint.arm("os.fdatasync*1-1=errno:EIO")
+        for _ in range(2):
+            status, failed = await people.ask("POST", "/v1/sync")
+            assert (status, failed["error"]["kind"]) == (503, "not_synced")
+    failpoint.disarm()

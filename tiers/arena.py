@@ -1,8 +1,8 @@
 """The arena: one file on tmpfs that daemon and engines map, and through which every block's bytes pass.
 
 Owns ``arena`` and ``owner.lock`` in the runtime folder. Made by the daemon before anything else; ``prepare`` runs in
-a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget``, ``errors``, ``folder`` and
-``numa``.
+a thread of its own, the rest is for any thread. Imports ``kernels.pages``, ``budget``, ``errors``, ``failpoint``,
+``folder`` and ``numa``.
 
 Room for the whole arena is checked before start. Slabs (equal parts of it) are allocated with ``posix_fallocate``
 before anybody may write to them, so a shortage is an error with numbers and never a SIGBUS.
@@ -16,6 +16,7 @@ from pathlib import Path
 from terracekv.kernels.pages import address_of, populate
 from terracekv.tiers.budget import filesystem_type
 from terracekv.tiers.errors import NoRoom
+from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.folder import claim
 from terracekv.tiers.numa import prefer
 
@@ -54,7 +55,9 @@ class Arena:
         lock_fd = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock_fd = claim(lock_fd, folder, "daemon.runtime_dir")
         try:
+            failpoint("arena.open")
             self.adopted = self._open(adopt)
+            failpoint("arena.opened")
             self._map = mmap.mmap(self._fd, size_bytes)
         except BaseException:
             os.close(self._lock_fd)

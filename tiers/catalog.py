@@ -385,6 +385,7 @@ class Catalog:
         with self._environment.begin(write=True, db=self._blocks) as transaction:
             result = change(transaction)
             failpoint("catalog.commit")
+        failpoint("catalog.committed")
         return result
 
     def _grow(self, seen_bytes: int, unasked: bool) -> bool:

@@ -273,6 +273,7 @@ class DiskTier:
         self._rebuild.stop()
         try:
             self.sync()
+            failpoint("catalog.sync")
             self._catalog.sync()
             self._catalog.close()
             if self._catalog.sound and not self.rebuilding:

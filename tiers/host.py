@@ -2,13 +2,14 @@
 
 Owns the bytes of the arena's slots and what an earlier daemon left in them; slots, leases and eviction are those of
 ``SlotTier``. Called by the daemon's event loop and its workers; one lock, held for microseconds, never over I/O or a
-copy. Imports ``arena``, ``checksum``, ``namespace``, ``slot_tier``, ``slots`` and ``tier``.
+copy. Imports ``arena``, ``checksum``, ``failpoint``, ``namespace``, ``slot_tier``, ``slots`` and ``tier``.
 """
 
 from collections.abc import Sequence
 
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slot_tier import DAEMON, SlotTier
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
@@ -50,6 +51,7 @@ class HostTier(SlotTier):
                 space.order.insert(held.block, record // RECORD_BYTES, 0)
                 self._unverified.add(record)
                 adopted += 1
+                failpoint("host.adopt")
         return adopted
 
     def orphan(self, slots: Sequence[Slot]) -> None:

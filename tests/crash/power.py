@@ -25,6 +25,8 @@ from terracekv.tiers.tier import Outcome
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 SECTOR = 4096
 """What a medium writes whole or not at all."""
+CAPACITY_BYTES = 4 << 20
+SEGMENT_BYTES = 256 << 10
 MARKS = "marks"
 """The file in which the recorded run says what it was promised: see ``power_work``."""
 
@@ -228,7 +230,7 @@ def examine(image: Path, wanted: set[int], blocks: int, found: Found) -> None:
     before, folders.boot_id = folders.boot_id, lambda: "another"
     try:
         disk = Disks(image)
-        tier = disk.open(WORK_BYTES, segment_bytes=WORK_SEGMENT, direct="off")
+        tier = disk.open(CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, direct="off")
         try:
             tier.rebuild()
             tier.check()
@@ -245,9 +247,6 @@ def examine(image: Path, wanted: set[int], blocks: int, found: Found) -> None:
         folders.boot_id = before
     found.images += 1
     found.required += len(wanted)
-
-
-WORK_BYTES, WORK_SEGMENT = 4 << 20, 256 << 10
 
 
 def lose_power(ops: Sequence[Op], cuts: set[int], folder: Path, seed: int, blocks: int) -> Found:

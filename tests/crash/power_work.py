@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from terracekv.tests.blocks import get, name, put
-from terracekv.tests.crash.power import MARKS, WORK_BYTES, WORK_SEGMENT
+from terracekv.tests.crash.power import CAPACITY_BYTES, MARKS, SEGMENT_BYTES
 from terracekv.tests.disks import Disks
 from terracekv.tiers.disk import DiskTier
 
@@ -29,7 +29,7 @@ def main() -> None:
         listed = [index for index in range(BLOCKS) if tier.leading(disk.namespace, [name(index)])]
         os.write(marks, json.dumps({"listed": listed, "synced": synced}).encode())
 
-    tier = disk.open(WORK_BYTES, segment_bytes=WORK_SEGMENT, direct=sys.argv[3])
+    tier = disk.open(CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, direct=sys.argv[3])
     for first in range(0, BLOCKS, STEP):
         for index in range(first, first + STEP):
             put(tier, disk.namespace, name(index))
@@ -41,7 +41,7 @@ def main() -> None:
             say(tier, True)
         elif what == "close":
             tier.close()
-            tier = disk.open(WORK_BYTES, segment_bytes=WORK_SEGMENT, direct=sys.argv[3])
+            tier = disk.open(CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, direct=sys.argv[3])
             say(tier, True)
     say(tier, False)
     os._exit(0)  # nothing is closed

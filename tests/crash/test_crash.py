@@ -12,7 +12,7 @@ import pytest
 from terracekv.tests.crash.rounds import EVICTING, Rounds, disk_bytes_for, named_lines
 from terracekv.tests.harness import MIB, Daemon, until
 
-ROUNDS = int(os.environ.get("TERRACEKV_TEST_CRASH_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("TERRACEKV_TEST_CRASH_ROUNDS", "20"))
 START_S_MAX = 5.0
 """A bound for machines that do much else; the figure itself is printed."""
 BLOCKS = 200
