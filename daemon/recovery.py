@@ -4,6 +4,7 @@ Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, `
 ``gpus`` and ``sessions``.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,16 +47,14 @@ class Tiers:
     s3: "S3Tier | None" = None
 
     def close(self) -> None:
-        """Leave all of it adoptable."""
-        self.gpus.close()
-        if self.gpus.tier is not None:
-            self.gpus.tier.close()
-        if self.s3 is not None:
-            self.s3.close()
-        if self.disk is not None:
-            self.disk.close()
-        self.host.close()
-        os.close(self.state_lock)
+        """Leave all of it adoptable, whatever one of them has to complain of."""
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(os.close, self.state_lock)
+            last_first.callback(self.host.close)
+            for tier in (self.disk, self.s3, self.gpus.tier):
+                if tier is not None:
+                    last_first.callback(tier.close)
+            last_first.callback(self.gpus.close)
 
 
 def open_tiers(config: Config) -> Tiers:

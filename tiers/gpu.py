@@ -10,6 +10,7 @@ lease, when CUDA lets them open the allocation; where it does not, ``sharing`` s
 What is evicted is dropped when a tier below has it, and otherwise handed down first. Nothing survives a restart.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,9 +120,10 @@ class GpuTier(SlotTier):
             if self._host is not None:
                 self._host.close()
             self._table.close()
-            self._table.path.unlink(missing_ok=True)
             self._shuttle.close()
             self.device.free(self._base)
+            with contextlib.suppress(OSError):  # whoever opens the tier next removes it
+                self._table.path.unlink(missing_ok=True)
 
     def _read(self, namespace: Namespace, id: bytes, slot: Slot, into: memoryview) -> Outcome:
         try:
