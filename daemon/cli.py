@@ -192,7 +192,8 @@ def verify(
 ) -> None:
     """Read every block of every tier and check it.
 
-    Through the daemon or, when none runs, in its folders. What is wrong is forgotten, and stored anew when it is next computed. Exit status 1 if anything is wrong.
+    Through the daemon or, when none runs, in its folders. What is wrong is forgotten, and stored anew when it is next
+    computed. Exit status 1 if anything is wrong.
     """
     from terracekv.daemon.verify import checked
 
