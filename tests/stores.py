@@ -181,7 +181,7 @@ class World:
         while (
             self.store.promoter.coming
             or any(mover.queue_bytes or not mover.idle for mover in movers)
-            or (self.far and not self.far.idle)
+            or (self.far and not (self.far.idle and self.far.tier._caller.throttle.running == 0))
         ):
             await asyncio.sleep(0.001)
         for mover in movers:
