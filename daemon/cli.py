@@ -190,9 +190,10 @@ def verify(
     config: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Read every block of every tier and check it, through the daemon or, when none runs, in its folders.
+    """Read every block of every tier and check it.
 
-    What is wrong is forgotten, and stored anew when it is next computed. Exit status 1 if anything is wrong.
+    Through the daemon or, when none runs, in its folders. What is wrong is forgotten, and stored anew when it is next
+    computed. Exit status 1 if anything is wrong.
     """
     from terracekv.daemon.verify import checked
 

@@ -25,9 +25,12 @@ def print_status(answer: dict[str, Any]) -> None:
     # Nobody looks at the width of a pipe, and a table cut to 80 columns is of no use to grep.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     state = "ready" if answer["ready"] else f"not ready: {'; '.join(answer['not_ready'])}"
-    print(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}")
-    print(sentence(answer["lookups"]))
-    for name, count in {**answer["died"]["threads"], **answer["died"]["tasks"]}.items():
+    print(printable(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}"))
+    print(printable(sentence(answer["lookups"])))
+    for told in answer.get("degraded", []):
+        print(printable(f"degraded: {told}"))
+    died = answer.get("died", {"threads": {}, "tasks": {}})  # an older daemon does not say
+    for name, count in {**died["threads"], **died["tasks"]}.items():
         print(printable(f"{name} died {count} times and goes on: see the log"))
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")

@@ -287,7 +287,7 @@ class Connection(asyncio.Protocol):
             async with asyncio.timeout(PIN_S_MAX):
                 await self._door.store.pins.pin(self._door.sessions.current(session), ids, ttl_ms / 1e3)
         except (TerraceError, TimeoutError) as error:
-            journal.warning("TKV-PIN", f"an engine's pin was not done: {error or 'it took too long'}")
+            journal.warning("TKV-PIN", f"an engine's pin was not done: {str(error) or 'it took too long'}")
 
     def _lookup(self, session: Session, request: protocol.Lookup) -> None:
         keys = protocol.split_keys(request.keys)

@@ -155,6 +155,12 @@ class Mover:
         ages = [(now - since, limit) for since, limit in [*self._running.values()]]
         return max((age for age, limit in ages if age > limit), default=0.0)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no job waits or runs."""
+        with self._wake:
+            return not (self._loads or self._stores or self._running)
+
     def shed(self, why: TierStuck) -> int:
         """Let go of what waits and may be let go: its futures raise ``why``. How many. On the event loop."""
         with self._wake:
@@ -191,11 +197,9 @@ class Mover:
             # Woken by an engine's message, a worker must not push that engine, in the middle of a copy, off its
             # processor: as a batch thread it takes an idle one, or waits for its turn.
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        while (job := self._next()) is not None:
+        while (job := self._next(number)) is not None:
             result: Any = None
             error: BaseException | None = None
-            limit_s = self.stuck_s if job.limit_s is None else job.limit_s
-            self._running[number] = time.monotonic(), limit_s
             try:
                 result = job.work()
             except OSError as caught:  # of the machine, not of ours: whoever waits for it says what it means
@@ -205,8 +209,8 @@ class Mover:
                 self.failures += 1
                 journal.failed(INTERNAL, "a job of the mover failed", caught)
                 error = caught if isinstance(caught, Exception) else RuntimeError(f"the worker was left by {caught!r}")
-            del self._running[number]
             with self._wake:
+                del self._running[number]
                 if job.store_bytes:
                     self._stores_running -= 1
                     self._wake.notify()
@@ -215,16 +219,20 @@ class Mover:
             except RuntimeError:
                 return  # the loop is closed: nobody is left to tell
 
-    def _next(self) -> Job | None:
+    def _next(self, number: int) -> Job | None:
         with self._wake:
             while True:
                 if self._stopping:
                     return None
+                job = None
                 if self._loads:
-                    return self._loads.popleft()
-                if self._stores and self._stores_running < self._stores_running_max:
+                    job = self._loads.popleft()
+                elif self._stores and self._stores_running < self._stores_running_max:
                     self._stores_running += 1
-                    return self._stores.popleft()
+                    job = self._stores.popleft()
+                if job is not None:
+                    self._running[number] = time.monotonic(), self.stuck_s if job.limit_s is None else job.limit_s
+                    return job
                 self._wake.wait()
 
     def _settle(self, job: Job, result: Any, error: BaseException | None) -> None:

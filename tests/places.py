@@ -42,6 +42,7 @@ QUICK = {
     "http_blocks.PROMOTE_S_MAX": 0.3,
     "http_queries.PIN_S_MAX": 0.3,
     "engine_door.PIN_S_MAX": 0.3,
+    "http_queries.AUDIT_S_MAX": 0.3,
     "store.DURABLE_S": 0.3,
 }
 """Deadlines that no caller chooses, made short."""
@@ -191,6 +192,8 @@ OPERATIONS: dict[str, Callable[[Place], Awaitable[Any]]] = {
     "GET /v1/status": route("GET", "/v1/status"),
     "GET /v1/namespaces": route("GET", "/v1/namespaces"),
     "GET /v1/events": http_events,
+    "POST /v1/verify of host": route("POST", "/v1/verify", lambda w: {"tier": "host"}),
+    "POST /v1/verify of disk": route("POST", "/v1/verify", lambda w: {"tier": "disk"}),
     "GET /metrics": route("GET", "/metrics"),
     "GET /healthz": route("GET", "/healthz"),
     "GET /readyz": route("GET", "/readyz"),

@@ -179,7 +179,9 @@ class World:
         """Wait until nothing is under way."""
         movers = [*self.movers, *([self.far.mover] if self.far else [])]
         while (
-            self.store.promoter.coming or any(mover.queue_bytes for mover in movers) or (self.far and not self.far.idle)
+            self.store.promoter.coming
+            or any(mover.queue_bytes or not mover.idle for mover in movers)
+            or (self.far and not (self.far.idle and self.far.tier._caller.throttle.running == 0))
         ):
             await asyncio.sleep(0.001)
         for mover in movers:

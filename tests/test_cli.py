@@ -143,6 +143,19 @@ def test_status_is_a_table_that_a_person_can_read(server: Server, shm_dir: Path)
     assert "vllm-7 4711 1 h 2 min tiny-llama all 7 1 0" in lines
 
 
+def test_status_says_what_to_do_about_a_tier_that_hangs(server: Server, shm_dir: Path) -> None:
+    hangs = {"mode": "stuck", "last_error": "a call has not come back for 12 s", "last_error_age_s": None}
+    hangs |= {"last_event": "TKV-TIER-STUCK", "advice": "see what it stands on"}
+    disk = STATUS["tiers"]["disk"] | hangs
+    died = {"threads": {"watchdog": 2}, "tasks": {"housekeeper": 1}}
+    status = STATUS | {"tiers": STATUS["tiers"] | {"disk": disk}, "degraded": ["disk: hangs"], "died": died}
+    server.answers["GET /v1/status"] = (200, status)
+    shown = terracekv("status", at=shm_dir).stdout
+    assert "disk: last error: a call has not come back for 12 s" in shown and "degraded: disk: hangs" in shown
+    assert "-> see what it stands on (TKV-TIER-STUCK)" in shown
+    assert "watchdog died 2 times" in shown and "housekeeper died 1 times" in shown
+
+
 def test_status_shows_each_lower_tiers_queue_and_losses_apart(server: Server, shm_dir: Path) -> None:
     s3 = TIER | {"mode": "up", "counters": COUNTERS, "last_error": "put_object: 500", "last_error_age_s": 7300.0}
     s3 |= {"in_flight_bytes": MIB, "in_flight_bytes_max": 8 * MIB, "flow": {"writes_dropped": 900, "writes_failed": 7}}
@@ -208,8 +221,8 @@ def test_status_fits_a_terminal_of_80_columns() -> None:
     long = {"model": "meta-llama/Llama-3.1-8B-Instruct", "revision": "0e9e39f249a16976918f6564b8830bc894c89659"}
     namespaces = [STATUS["namespaces"][0] | long | {"namespace_id": f"{n:064}"} for n in range(2)]
     answer = STATUS | {"tiers": {"host": tier, "disk": tier | {"mode": "buffered"}}, "namespaces": namespaces}
-    code = "import json, sys; from terracekv.daemon import cli; sys.stdout.isatty = lambda: True; "
-    code += "cli._print_status(json.load(sys.stdin))"
+    code = "import json, sys; from terracekv.daemon import cli_status; sys.stdout.isatty = lambda: True; "
+    code += "cli_status.print_status(json.load(sys.stdin))"
     environ = os.environ | {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, input=json.dumps(answer), capture_output=True, text=True, env=environ, timeout=60)
@@ -316,7 +329,8 @@ def test_version_and_help_need_nothing(shm_dir: Path) -> None:
     assert terracekv("--version", at=shm_dir).stdout.startswith("terracekv ")
     page = terracekv("--help", at=shm_dir).stdout
     assert all(
-        verb in page for verb in ("serve", "status", "health", "lookup", "flush", "pin", "unpin", "doctor", "config")
+        verb in page
+        for verb in ("serve", "status", "health", "lookup", "flush", "pin", "unpin", "doctor", "verify", "config")
     )
     assert "..." not in page.partition("Commands:")[2], "a summary that is cut says less than a short one"
 
@@ -341,6 +355,7 @@ def test_doctor_says_what_does_not_fit_and_fails(shm_dir: Path) -> None:
     done = terracekv("doctor", "--set", "host.size=900TiB", "--json", at=shm_dir)
     assert done.returncode == 1
     (failed,) = [finding for finding in json.loads(done.stdout) if finding["state"] == "fail"]
+    assert failed.keys() == {"what", "state", "says", "advice"}
     assert failed["what"] == "settings" and "the largest host.size that fits" in failed["advice"]
 
 

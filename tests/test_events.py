@@ -71,6 +71,18 @@ def test_nothing_is_said_without_an_id() -> None:
                     assert re.search(r"TKV-|event|INTERNAL", first), f"{path.name}: {first} is no event"
 
 
+def test_whatever_the_doctor_finds_wrong_it_says_what_to_do() -> None:
+    findings = [
+        node
+        for path in MODULES
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding"
+    ]
+    wrong = [call for call in findings if not (isinstance(call.args[1], ast.Constant) and call.args[1].value == "ok")]
+    assert len(wrong) > 20
+    assert [ast.unparse(call) for call in wrong if len(call.args) < 4] == []
+
+
 @pytest.mark.fault(118)
 def test_an_error_of_the_machine_has_an_id_and_says_what_to_do() -> None:
     import errno

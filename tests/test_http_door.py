@@ -34,6 +34,7 @@ ROUTES = {
     "/v1/namespaces/{ns}/blocks/{key}/{shard}": {"DELETE", "GET", "HEAD", "PUT"},
     "/v1/pin": {"POST"},
     "/v1/prefetch": {"POST"},
+    "/v1/verify": {"POST"},
     "/v1/status": {"GET"},
     "/v1/unpin": {"POST"},
     "/v1/sync": {"POST"},
@@ -166,9 +167,10 @@ async def test_a_bug_of_ours_is_answered_logged_and_counted(
 @pytest.mark.fault(56)
 @served()
 async def test_health_needs_no_tier_and_readiness_says_what_is_missing(people: People) -> None:
-    assert await people.ask("GET", "/readyz") == (200, {"ready": True, "reasons": []})
+    assert await people.ask("GET", "/readyz") == (200, {"ready": True, "reasons": [], "degraded": []})
     people.door.not_ready["self-test"] = "is running"
-    assert await people.ask("GET", "/readyz") == (503, {"ready": False, "reasons": ["self-test: is running"]})
+    told = {"ready": False, "reasons": ["self-test: is running"], "degraded": []}
+    assert await people.ask("GET", "/readyz") == (503, told)
     people.store.host.status = None  # type: ignore[assignment, method-assign]
     assert await people.ask("GET", "/healthz") == (200, {"alive": True})
     del people.store.host.status

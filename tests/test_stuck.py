@@ -30,7 +30,9 @@ def flush_host(daemon: Daemon) -> None:
 
 @pytest.mark.fault(7)
 def test_a_disk_that_hangs_is_left_out_and_taken_back(shm_dir: Path, tmp_path: Path) -> None:
-    with Daemon(shm_dir, tmp_path, daemon__stuck_s="0.3", failpoints="segment.read=sleep:4") as daemon:
+    with Daemon(
+        shm_dir, tmp_path, daemon__io_threads="2", daemon__stuck_s="0.3", failpoints="segment.read=sleep:4"
+    ) as daemon:
         with daemon.client(load_deadline_ms=500) as client:
             keys, others = client.chain(1, 2), client.chain(2, 4)
             assert client.put(keys, durable=True).durable == 2

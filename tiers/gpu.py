@@ -26,6 +26,8 @@ from terracekv.tiers.slot_tier import DAEMON, SlotTier
 from terracekv.tiers.slots import Slot, SlotTable, slot_bytes_for
 from terracekv.tiers.tier import PAGE, Outcome, TierStatus
 
+FAILING = "see the kernel's log for the GPU's errors (dmesg, Xid); if it goes on, restart the daemon"
+
 
 class GpuTier(SlotTier):
     """``table`` describes ``size_bytes`` of the GPU's memory, and is fresh. ``host`` is memory whose copies need no
@@ -98,6 +100,8 @@ class GpuTier(SlotTier):
                 blocks=sum(len(space.order) for space in self._spaces.values()),
                 counters=self.counters,
                 last_error=self.last_error,
+                last_event="TKV-GPU-ERROR" if self.last_error else None,
+                advice=FAILING if self.last_error else None,
                 details={
                     "device": self.device.uuid,
                     "device_name": self.device.name,

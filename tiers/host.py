@@ -2,18 +2,21 @@
 
 Owns the bytes of the arena's slots and what an earlier daemon left in them; slots, leases and eviction are those of
 ``SlotTier``. Called by the daemon's event loop and its workers; one lock, held for microseconds, never over I/O or a
-copy. Imports ``arena``, ``checksum``, ``failpoint``, ``namespace``, ``slot_tier``, ``slots`` and ``tier``.
+copy. Imports ``arena``, ``checksum``, ``errors``, ``failpoint``, ``namespace``, ``slot_tier``, ``slots`` and ``tier``.
 """
 
 from collections.abc import Sequence
 
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.errors import NoRoom, event_of_kind
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slot_tier import DAEMON, SlotTier
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
 from terracekv.tiers.tier import Outcome, TierStatus
+
+SHORTAGE = "give daemon.runtime_dir more room (--shm-size, the volume's sizeLimit) or lower host.size, and restart"
 
 
 class HostTier(SlotTier):
@@ -113,6 +116,8 @@ class HostTier(SlotTier):
                 blocks=sum(len(space.order) for space in self._spaces.values()),
                 counters=self.counters,
                 last_error=self._arena.last_error,
+                last_event=event_of_kind(NoRoom.kind) if self._arena.last_error else None,
+                advice=SHORTAGE if self._arena.last_error else None,
                 details={
                     "ready_bytes": self._arena.slabs_ready * self._arena.slab_bytes,
                     "slab_bytes": self._arena.slab_bytes,
