@@ -163,8 +163,8 @@ def rotten_header(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rotten_entry(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every copy of the block's entry, also those on pages that LMDB has replaced; as if the daemon had been killed, for
-    what it closed bears a seal."""
+    """Every copy of the block's entry, also those on pages that LMDB has replaced; as if the daemon had been killed,
+    for what it closed bears a seal."""
     state = disk.path / "state.json"
     state.write_text(json.dumps(json.loads(state.read_bytes()) | {"clean": False}))
     path = disk.path / "catalog" / "data.mdb"
