@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from terracekv.daemon import recovery
 from terracekv.tests.blocks import BLOCK_BYTES, get, name, payload_of, put, verified
 from terracekv.tests.disks import PER_SEGMENT, SEGMENT, Disks
 from terracekv.tiers import failpoint
@@ -404,3 +405,14 @@ def test_an_error_of_the_medium_is_a_failure_that_is_kept_in_mind(disk: Disks) -
         assert tier.leading(disk.namespace, [name(0)]) == 0, "what cannot be read is not listed"
         assert put(tier, disk.namespace, name(0)) is Outcome.STORED
         assert verified(tier, disk.namespace, [name(0)]) == 1
+
+
+@pytest.mark.fault(69)
+def test_a_disk_behind_a_network_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recovery._warn_of_network(tmp_path / "disk")
+    assert not caplog.records
+    monkeypatch.setattr(recovery, "filesystem_type", lambda folder: "nfs4")
+    recovery._warn_of_network(tmp_path / "disk")
+    assert "nfs4" in caplog.text and "disk.path" in caplog.text

@@ -72,7 +72,7 @@ def together(seed: int, jobs: int) -> int:
     begun = time.monotonic()
 
     def run(label: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", __spec__.name, "--only", label, "--seed", str(seed)]
+        command = [sys.executable, "-m", "terracekv.tests.fuzz", "--only", label, "--seed", str(seed)]
         return subprocess.run(command, capture_output=True, text=True)
 
     failed, frames, records = [], 0, 0

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from terracekv.tests.blocks import get, name, payload_of, put
 from terracekv.tests.fuzz.mutants import Mutants
@@ -150,7 +151,7 @@ def fuzz_answers(folder: Path, *, count: int, seed: int) -> dict[str, object]:
     """``count`` wrong answers."""
     begun = time.monotonic()
     with s3_stub(folder) as stub:
-        quick = {"timeout_s": 1.0, "read_timeout_s": 0.2, "epoch_ttl_s": 0, "ttl_s": 1000}
+        quick: dict[str, Any] = {"timeout_s": 1.0, "read_timeout_s": 0.2, "epoch_ttl_s": 0, "ttl_s": 1000}
         with node(folder / "a", stub.endpoint, stub.credentials, block_bytes=BLOCK_BYTES, **quick) as at:
             fuzz = AnswerFuzz(stub, at, Mutants(seed))
             try:
