@@ -103,9 +103,8 @@ def main() -> int:
         print(f"{row:>3}  {title}")
         good = good and row in table
         for test in table.get(row, []):
-            said = became.get(
-                (test.path.removesuffix(".py").replace("/", "."), test.name), "not run" if asked.run else ""
-            )
+            key = test.path.removesuffix(".py").replace("/", "."), test.name
+            said = became.get(key, "not run")
             good = good and said != "failed"
             print(f"       {said:8}{test}" if asked.run else f"       {test}")
     tests = {test for each in table.values() for test in each}
