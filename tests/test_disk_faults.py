@@ -194,6 +194,7 @@ def swapped(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
     (disk.segments / "aside").rename(second)
 
 
+@pytest.mark.breaks("cuts and replaces files of segments")
 @pytest.mark.fault(10)
 @pytest.mark.parametrize("live", [True, False], ids=["while open", "while closed"])
 @pytest.mark.parametrize("breaking", [rotten_payload, rotten_header, rotten_entry, truncated, foreign, swapped])

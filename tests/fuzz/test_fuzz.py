@@ -30,11 +30,13 @@ def test_a_daemon_at_the_other_end_of_a_socket_lives_through_them_too(shm_dir: P
     assert fuzz_live(shm_dir, tmp_path, count=6000, seed=SEED)["frames"] == 6000
 
 
+@pytest.mark.breaks("damages what lies on disk")
 @pytest.mark.fault(10)
 def test_wrong_bytes_on_disk_are_a_miss_or_nothing_wrong(shm_dir: Path) -> None:
     fuzz_records(shm_dir, count=400, seed=SEED)
 
 
+@pytest.mark.breaks("damages what lies on disk")
 @pytest.mark.fault(10)
 @pytest.mark.fault(50)
 def test_a_start_on_damaged_files_forgets_rebuilds_or_says_what_to_do(shm_dir: Path, tmp_path: Path) -> None:
