@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from terracekv.daemon import recovery
 from terracekv.tests.blocks import BLOCK_BYTES, get, name, payload_of, put, verified
 from terracekv.tests.disks import PER_SEGMENT, SEGMENT, Disks
 from terracekv.tiers import failpoint
@@ -271,21 +270,6 @@ def test_a_truncated_catalog_is_rebuilt(disk: Disks, kept: int) -> None:
 
 
 @pytest.mark.fault(10)
-@pytest.mark.fault(69)
-@pytest.mark.parametrize("page", range(0, 16, 3))
-def test_a_catalog_that_is_not_as_it_was_left_is_rebuilt_before_it_is_looked_at(disk: Disks, page: int) -> None:
-    """The database trusts the pages of its file: a wrong one in the middle can take the process with it."""
-    with closing(disk.open()) as tier:
-        for index in range(200):
-            put(tier, disk.namespace, name(index))
-    damage(disk.path / "catalog" / "data.mdb", page * PAGE + 13)
-    with closing(disk.open()) as tier:
-        assert tier.rebuilding and tier.rebuild() == 200
-        assert verified(tier, disk.namespace, map(name, range(200))) == 200
-        tier.check()
-
-
-@pytest.mark.fault(10)
 def test_damaged_headers_leave_nothing_listed_behind_when_their_segment_goes(disk: Disks) -> None:
     with closing(disk.open(6 << 20)) as tier:
         for index in range(PER_SEGMENT):
@@ -406,14 +390,3 @@ def test_an_error_of_the_medium_is_a_failure_that_is_kept_in_mind(disk: Disks) -
         assert tier.leading(disk.namespace, [name(0)]) == 0, "what cannot be read is not listed"
         assert put(tier, disk.namespace, name(0)) is Outcome.STORED
         assert verified(tier, disk.namespace, [name(0)]) == 1
-
-
-@pytest.mark.fault(69)
-def test_a_disk_behind_a_network_is_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    recovery._warn_of_network(tmp_path / "disk")
-    assert not caplog.records
-    monkeypatch.setattr(recovery, "filesystem_type", lambda folder: "nfs4")
-    recovery._warn_of_network(tmp_path / "disk")
-    assert "nfs4" in caplog.text and "disk.path" in caplog.text

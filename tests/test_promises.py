@@ -11,7 +11,7 @@ from terracekv.tests.blocks import name, put
 from terracekv.tests.disks import Disks
 from terracekv.tests.hosts import BLOCK, host_in
 from terracekv.tiers import failpoint
-from terracekv.tiers.segment import PAGE
+from terracekv.tiers.tier import PAGE
 
 
 def test_a_sound_tier_closes_without_a_word(shm_dir: Path, tmp_path: Path) -> None:
