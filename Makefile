@@ -28,7 +28,7 @@ WITH_VLLM = $(sort $(wildcard tests/e2e/test_vllm_*.py))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-cluster serve test test-long test-s3 e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
+.PHONY: help demo demo-cluster serve test test-long test-s3 fuzz faults e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,12 @@ test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, and a soak
 
 test-s3: $(VENV)/dev.stamp  ## the tests with a real S3 server, SeaweedFS
 	$(BIN)/pytest -m s3 $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+
+fuzz: $(VENV)/dev.stamp  ## a million wrong frames, a hundred thousand wrong records (ARGS="--only door")
+	$(BIN)/python -m terracekv.tests.fuzz $(ARGS)
+
+faults: $(VENV)/dev.stamp  ## which tests stand for which row of docs/faults.md (ARGS=--run also runs them)
+	$(BIN)/python -m terracekv.tests.fault_table $(ARGS)
 
 e2e: $(VENV)/demo.stamp $(VENV)/dev.stamp e2e-vllm  ## the tests with real engines and small models; brings torch and vLLM
 	$(BIN)/pytest $(wildcard tests/e2e) $(filter-out tests/e2e/% tests/vllm/%,$(WITH_MODEL)) $(addprefix --ignore=,$(WITH_VLLM)) $(ARGS)

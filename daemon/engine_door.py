@@ -1,8 +1,8 @@
 """The engine door: a Unix socket on which engines ask for blocks. Messages are those of ``protocol.py``.
 
 Owns the listening socket and one ``Connection`` for each engine. Runs on the event loop and never blocks it. Imports
-``descriptors``, ``gpus``, ``hello``, ``own_socket``, ``protocol``, ``sessions``, ``sharing``, ``store``,
-``unfinished``, ``wire`` and ``tiers``.
+``descriptors``, ``gpus``, ``hello``, ``inbox``, ``line``, ``own_socket``, ``protocol``, ``sessions``, ``sharing``,
+``store``, ``unfinished``, ``wire`` and ``tiers``.
 
 Every request is answered, in order except for those that wait (Commit, what comes after Leased, and Lookup and Acquire
 of blocks of which only a distant tier can tell). A frame that cannot be read is answered by Error; one that is too
@@ -22,13 +22,15 @@ from terracekv.daemon import protocol, tasks
 from terracekv.daemon.descriptors import most
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.hello import judge
+from terracekv.daemon.inbox import Inbox
+from terracekv.daemon.line import Line
 from terracekv.daemon.own_socket import take_over
-from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, VERSION
+from terracekv.daemon.protocol import VERSION
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.sharing import Sharing
 from terracekv.daemon.stats import Found
 from terracekv.daemon.store import Store
-from terracekv.daemon.unfinished import BYTES_MAX, Unfinished
+from terracekv.daemon.unfinished import Unfinished
 from terracekv.daemon.wire import distinct, slots_of, wire, within_s
 from terracekv.tiers.errors import BadRequest, TerraceError, TierStuck
 from terracekv.tiers.journal import INTERNAL, Journal
@@ -65,6 +67,7 @@ class EngineDoor:
         self.closing = False
         self.errors = 0
         self.unfinished = Unfinished()
+        self.line = Line()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self) -> None:
@@ -85,7 +88,7 @@ class EngineDoor:
         self._server.close()
         deadline = asyncio.get_running_loop().time() + grace_s
         while asyncio.get_running_loop().time() < deadline and (
-            self._tasks or any(session.busy for session in self.sessions.open.values())
+            self._tasks or self.line or any(session.busy for session in self.sessions.open.values())
         ):
             await asyncio.sleep(0.01)
         for connection in list(self.connections):
@@ -123,14 +126,16 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, door: EngineDoor) -> None:
         self._door = door
-        self._buffer = bytearray()
+        self._inbox: Inbox
         self._session: Session | None = None
         self._transport: asyncio.Transport
         self._hello_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
-        self._door.connections.add(self)
+        door = self._door
+        self._inbox = Inbox(self._transport, door.line, door.unfinished, self._frame, self._break_off)
+        door.connections.add(self)
         if len(self._door.connections) > (limit := most(CONNECTIONS_MAX)):
             self._send(protocol.Refused("connections", f"{limit} engines are connected already"))
             transport.close()
@@ -139,7 +144,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._door.connections.discard(self)
-        self._door.unfinished.keep(self, 0)
+        self._inbox.end()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         if self._session is not None:
@@ -151,37 +156,16 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The engine does not read its answers: take no more requests from it until it does."""
-        self._transport.pause_reading()
+        self._inbox.full(True)
 
     def resume_writing(self) -> None:
-        self._transport.resume_reading()
+        self._inbox.full(False)
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(buffer, start)
-            if length > FRAME_BYTES_MAX:
-                self._break_off(f"a frame of {length} bytes; the limit is {FRAME_BYTES_MAX}", "split the keys")
-                return
-            end = start + LENGTH.size + length
-            if len(buffer) < end:
-                break
-            self._frame(bytes(buffer[start + LENGTH.size : end]))
-            start = end
-            if self._transport.is_closing():
-                buffer.clear()
-                return
-        del buffer[:start]
-        if not self._door.unfinished.keep(self, len(buffer)):
-            self._break_off(
-                f"frames that have not ended take {BYTES_MAX} bytes already", "send a frame without a pause"
-            )
+        self._inbox.take(data)
 
     def _break_off(self, why: str, hint: str) -> None:
         self._fail(0, BadRequest(why, hint))
-        self._buffer.clear()
         self._transport.close()
 
     def _frame(self, body: bytes) -> None:

@@ -22,7 +22,7 @@ from terracekv.daemon.near import Near
 from terracekv.daemon.pins import Pins
 from terracekv.daemon.promotion import Promoter
 from terracekv.daemon.write_through import WriteThrough
-from terracekv.tiers.errors import BadRequest
+from terracekv.tiers.errors import NotFound
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
@@ -108,7 +108,7 @@ class Forgetting:
         """
         names = [*(["gpu"] if self._near is not None else []), "host", *(lower.name for lower in self._below)]
         if tier is not None and tier not in names:
-            raise BadRequest(f"no tier {tier!r}", f"configured tiers: {', '.join(names)}")
+            raise NotFound(f"no tier {tier!r}", f"configured tiers: {', '.join(names)}")
         if tier is None:
             work = partial(self._namespaces.raise_epoch, namespace.id)
             raised = await self._state_mover.ask(work, STATE_S, "daemon.state_dir")

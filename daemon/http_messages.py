@@ -36,9 +36,18 @@ PACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.m
 
 Tokens = Annotated[
     Raw | UnsetType,
-    Meta(extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": TOKEN_MAX}}),
+    Meta(
+        extra_json_schema={
+            "type": ["array", "null"],
+            "items": {"type": "integer", "minimum": 0, "maximum": TOKEN_MAX},
+        }
+    ),
 ]
-Key = Annotated[str, Meta(description="64 hex digits")]
+KEY_SCHEMA = {"type": "string", "pattern": "^[0-9a-fA-F]{64}$", "description": "64 hex digits"}
+Key = Annotated[str, Meta(extra_json_schema=KEY_SCHEMA)]
+TIER_SCHEMA = {"enum": ["gpu", "host", "disk", "s3"], "description": "one that is configured"}
+Tier = Annotated[str, Meta(extra_json_schema=TIER_SCHEMA)]
+Keys = Annotated[list[Key], Meta(max_length=KEYS_MAX, extra_json_schema={"uniqueItems": True})]
 Name = Annotated[
     str,
     Meta(description="namespace id in hex, a unique prefix of it (8 digits or more), or a model name that is unique"),
@@ -46,11 +55,15 @@ Name = Annotated[
 
 
 class Chain(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A chain of blocks from its first one on: by its tokens, or by its keys."""
+    """A chain of blocks from its first one on: by its tokens, or by its keys, and not by both."""
 
     namespace: Name
     tokens: Tokens = UNSET
-    keys: Annotated[list[Key], Meta(max_length=KEYS_MAX)] | None = None
+    keys: Keys | None = None
+
+
+ONE_OF_BOTH = {"oneOf": [{"required": [name], "properties": {name: {"type": "array"}}} for name in ("tokens", "keys")]}
+"""What the schema of a chain's fields cannot say by itself."""
 
 
 class Lookup(Chain, forbid_unknown_fields=True, kw_only=True):
@@ -77,7 +90,7 @@ class Flush(Struct, forbid_unknown_fields=True, kw_only=True):
     """Make all blocks of a namespace misses, in all tiers for good, or in one tier."""
 
     namespace: Name
-    tier: str | None = None
+    tier: Tier | None = None
 
 
 class Verify(Struct, forbid_unknown_fields=True, kw_only=True):

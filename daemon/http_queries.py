@@ -75,6 +75,7 @@ class Queries:
         except NotFound:
             namespace = None
         if namespace is None or not namespace.registered:
+            await self._keys(None, wanted)  # what cannot be meant is an error in every namespace
             return reply(request, self._unknown(wanted))
         keys = await self._keys(namespace, wanted)
         found = await self._store.find(namespace, keys, wanted.deadline_ms / 1e3)
@@ -251,13 +252,15 @@ class Queries:
         keys = await self._keys(namespace, wanted)
         return namespace, [block_id(key, shard) for key in keys for shard in range(namespace.shards)]
 
-    async def _keys(self, namespace: Namespace, wanted: Chain) -> list[bytes]:
+    async def _keys(self, namespace: Namespace | None, wanted: Chain) -> list[bytes]:
+        """Keys of a chain; none of tokens in a namespace that nobody knows. BadRequest when they cannot be meant."""
         tokens, listed = _check_form(wanted)
 
         def work() -> list[bytes] | BadRequest:
             try:
                 if tokens is not None:
-                    return block_keys(namespace.id, parse_tokens(tokens), namespace.block_tokens)
+                    parsed = parse_tokens(tokens)
+                    return block_keys(namespace.id, parsed, namespace.block_tokens) if namespace is not None else []
                 keys = [parse_key(key, f"keys[{index}]") for index, key in enumerate(listed)]
                 if len(set(keys)) != len(keys):
                     raise BadRequest("the same key twice in one request", "send each block of a chain once")

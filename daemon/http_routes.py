@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from terracekv.daemon.http_messages import Failure, Problem
+from terracekv.daemon.http_messages import KEY_SCHEMA, ONE_OF_BOTH, Chain, Failure, Problem
 
 Handler = Callable[[web.BaseRequest, Mapping[str, str]], Awaitable[web.StreamResponse]]
 
@@ -24,6 +24,14 @@ PARAMETERS = {
     "Range": "one range of bytes",
     "X-TerraceKV-Checksum": "xxh3-64:<16 hex digits> of the body, to be compared before the block is stored",
     "Last-Event-ID": "the same as after",
+}
+
+SCHEMAS = {
+    "ns": {"type": "string", "minLength": 1},
+    "key": KEY_SCHEMA,
+    "shard": {"type": "integer", "minimum": 0, "maximum": 0xFFFF},
+    "durable": {"type": "integer", "enum": [0, 1]},
+    "after": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
 }
 
 
@@ -90,6 +98,9 @@ def openapi(routes: Routes, version: str) -> dict[str, Any]:
             if isinstance(shape, type) and shape is not dict:
                 structs[shape] = None
     _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    for shape in structs:
+        if issubclass(shape, Chain):
+            components[shape.__name__] |= ONE_OF_BOTH
     paths: dict[str, dict[str, Any]] = {}
     for route in routes.all:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -125,7 +136,7 @@ def _operation(route: Route) -> dict[str, Any]:
 
 def _parameter(name: str, place: str) -> dict[str, Any]:
     described = {"name": name, "in": place, "required": place == "path", "description": PARAMETERS[name]}
-    return described | {"schema": {"type": "integer" if name in ("shard", "after", "durable") else "string"}}
+    return described | {"schema": SCHEMAS.get(name, {"type": "string"})}
 
 
 def _content(shape: Any, description: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from terracekv.daemon.config_s3 import settings_of
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.sessions import read_secret
 from terracekv.tiers.arena import Arena
+from terracekv.tiers.budget import filesystem_type
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.errors import ConfigError, NoGpu, NoRoom
 from terracekv.tiers.folder import claim
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from terracekv.tiers.s3 import S3Tier
 
 journal = Journal(__name__)
+
+NETWORK = ("9p", "afs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "smbfs")
+"""File systems on which another machine may write too, and a map of a file is not the same everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
             journal.info("TKV-ADOPTED", text, blocks=host.adopted_blocks)
         disk = None
         if config.disk.enabled:
+            _warn_of_network(config.disk_path)
             assert config.disk.size is not None
             disk = DiskTier(
                 config.disk_path,
@@ -115,6 +120,14 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
     except BaseException:
         arena.close()
         raise
+
+
+def _warn_of_network(folder: Path) -> None:
+    """The index is a database in a mapped file: behind a network its locks and its pages may not hold."""
+    kind = filesystem_type(folder if folder.exists() else folder.parent)
+    if kind in NETWORK:
+        text = f"{folder} is on {kind}, behind a network: point disk.path at a disk of this machine"
+        journal.warning("TKV-DISK-REMOTE", text, tier="disk")
 
 
 def _open_gpu(config: Config, arena: Arena, slab_bytes: int, namespaces: Namespaces) -> Gpus:

@@ -1,4 +1,5 @@
-"""What every test is held to: it leaves no thread, descriptor, child process or shared-memory file behind."""
+"""What every test is held to: what it made keeps its promises to the end, and it leaves no thread, descriptor, child
+process or shared-memory file behind."""
 
 import gc
 import os
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from terracekv.tests import promises
 
 SHM = Path("/dev/shm")
 GRACE_S = 5.0
@@ -71,6 +74,18 @@ def nothing_is_left_behind() -> Iterator[None]:
         time.sleep(0.02)
     told = [f"{name} {_command(name[6:])}" if name.startswith("child ") else name for name in sorted(left)]
     assert not left, "left behind: " + "; ".join(told)
+
+
+@pytest.fixture(autouse=True)
+def promises_are_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of every tier and daemon that was closed during the test, or while it was taken down: see ``promises``."""
+    promises.taken()
+    yield
+    found = promises.taken()
+    assert not found or request.node.get_closest_marker("breaks"), "a promise is broken: " + "; ".join(found[:3])
+
+
+promises.watch()
 
 
 @pytest.fixture

@@ -81,6 +81,29 @@ class People:
             return answer.status, await answer.json()
 
 
+class Listener:
+    """Reads a stream of server-sent events."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+
+    async def block(self) -> str:
+        """The next comment or event, as text."""
+        lines = []
+        while (line := await self._answer.content.readline()) not in (b"\n", b""):
+            lines.append(line.decode().rstrip("\n"))
+        return "\n".join(lines)
+
+    async def event(self) -> dict[str, Any]:
+        """The next event; its id and name are those of its data."""
+        while (text := await self.block()).startswith(":"):
+            pass
+        fields = dict(line.split(": ", 1) for line in text.split("\n"))
+        data = json.loads(fields["data"])
+        assert (fields["id"], fields["event"]) == (str(data["seq"]), data["event"])
+        return dict(data)
+
+
 def url(namespace: Namespace, key: bytes, shard: int | None = None) -> str:
     tail = "" if shard is None else f"/{shard}"
     return f"/v1/namespaces/{namespace.id.hex()}/blocks/{key.hex()}{tail}"

@@ -65,6 +65,8 @@ class Switches:
     """Before each answer: the way there and back."""
     strange: bytes | None = None
     """What is sent instead of any answer, as it is; the connection is closed after it."""
+    strange_where: str = ""
+    """Only to requests with this in their path."""
 
 
 @dataclass
@@ -205,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(self.switches.delay_s)
             while self.switches.stall:
                 time.sleep(0.01)
-            if self.switches.strange is not None:
+            if self.switches.strange is not None and self.switches.strange_where in path:
                 self.close_connection = True
                 self.wfile.write(self.switches.strange)
             elif not self._refused(bucket, number, at_once):

@@ -1,15 +1,17 @@
 """What a restart of the disk tier finds: after a clean end, a kill at any line, and without its catalog."""
 
+import os
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from terracekv.daemon import recovery
 from terracekv.tests.blocks import in_threads, name, put, verified
 from terracekv.tests.disks import PER_SEGMENT, Disks, crash
 from terracekv.tiers import folder
 from terracekv.tiers.segment import SegmentFiles
-from terracekv.tiers.tier import Outcome
+from terracekv.tiers.tier import PAGE, Outcome
 
 
 @pytest.fixture
@@ -235,3 +237,33 @@ def test_a_rebuild_lists_nothing_of_a_segment_that_is_being_emptied(disk: Disks)
         assert tier.rebuild() == 2 * PER_SEGMENT
         assert not tier.leading(disk.namespace, [name(0)])
         tier._shelf.keep(victim)
+
+
+@pytest.mark.fault(10)
+@pytest.mark.fault(69)
+@pytest.mark.parametrize("page", range(0, 16, 3))
+def test_a_catalog_that_is_not_as_it_was_left_is_rebuilt_before_it_is_looked_at(disk: Disks, page: int) -> None:
+    """The database trusts the pages of its file: a wrong one in the middle can take the process with it."""
+    with closing(disk.open()) as tier:
+        for index in range(200):
+            put(tier, disk.namespace, name(index))
+    with open(disk.path / "catalog" / "data.mdb", "r+b") as file:
+        file.seek(page * PAGE + 13)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding and tier.rebuild() == 200
+        assert verified(tier, disk.namespace, map(name, range(200))) == 200
+        tier.check()
+
+
+@pytest.mark.fault(69)
+def test_a_disk_behind_a_network_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recovery._warn_of_network(tmp_path / "disk")
+    assert not caplog.records
+    monkeypatch.setattr(recovery, "filesystem_type", lambda folder: "nfs4")
+    recovery._warn_of_network(tmp_path / "disk")
+    assert "nfs4" in caplog.text and "disk.path" in caplog.text

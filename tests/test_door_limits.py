@@ -1,6 +1,7 @@
 """What one program may take from the daemon by asking for ever more: connections, memory of unfinished requests,
 leases, the time of the loop. The others are served beside it."""
 
+import asyncio
 import resource
 import socket
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from terracekv.daemon import descriptors, sessions
-from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, Error, Found, Layout, Lookup, Refused
+from terracekv.daemon.engine_door import EngineDoor
+from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, Error, Found, Layout, Lookup, Refused, frame
 from terracekv.daemon.unfinished import BYTES_MAX, SMALL_BYTES, Unfinished
+from terracekv.tests.fuzz.door import Peer
 from terracekv.tests.harness import MIB, Daemon, Wire, hello, layout_of, until
+from terracekv.tests.hosts import BLOCK
 from terracekv.tests.stores import World, Worlds, key, opened_worlds
 from terracekv.tiers.errors import BadRequest
 
@@ -79,6 +83,36 @@ def test_a_session_that_releases_nothing_gets_no_more_leases(worlds: Worlds, mon
         w.sessions.acquire(hoarder, [key(1)], lambda *_: None)
         w.sessions.close(hoarder)
         w.sessions.close(other)
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(76)
+def test_who_asks_one_thing_does_not_wait_behind_those_who_have_asked_much(worlds: Worlds, shm_dir: Path) -> None:
+    async def story(w: World) -> None:
+        door = EngineDoor(
+            shm_dir / "x.sock", store=w.store, table=w.host.table, arena=w.host.arena.path, secret=bytes(32)
+        )
+        many, one = Peer(door), Peer(door)
+        for peer in (many, one):
+            peer.send(frame(hello(BLOCK)))
+        while len(door.sessions.open) < 2:
+            await asyncio.sleep(0.001)
+        assert len(many.answers()) == len(one.answers()) == 1
+        many.send(b"".join(frame(Lookup(id, key(1), 1000)) for id in range(1, 501)))
+        assert [answer.id for answer in many.answers() if isinstance(answer, Found)] == [1]
+        one.send(frame(Lookup(7, key(1), 1000)))
+        (answer,) = one.answers()
+        assert isinstance(answer, Found) and answer.id == 7
+        rest: list[int] = []
+        while len(rest) < 499:
+            await asyncio.sleep(0)
+            rest += [answer.id for answer in many.answers() if isinstance(answer, Found)]
+        assert rest == list(range(2, 501)), "each in its order"
+        for peer in (many, one):
+            peer.hang_up()
+        while door.connections:
+            await asyncio.sleep(0.001)
 
     worlds.run(story)
 

@@ -29,6 +29,7 @@ def listed(host: Host, ids: list[bytes] = CHAIN) -> list[int]:
     return [index for index, id in enumerate(ids) if host.has(host.namespace, id)]
 
 
+@pytest.mark.breaks("commits with checksums that are made up")
 @pytest.mark.fault(1)
 def test_nothing_is_findable_before_its_commit(shm_dir: Path) -> None:
     with host_in(shm_dir) as host:
@@ -52,6 +53,7 @@ def test_what_follows_a_payload_in_its_slot_is_zero(shm_dir: Path) -> None:
             host.abort([slot])
 
 
+@pytest.mark.breaks("commits with checksums that are made up")
 def test_the_slower_of_two_sessions_with_the_same_block_finds_it_present(shm_dir: Path) -> None:
     with host_in(shm_dir) as host:
         (quick,) = slots_of(host.reserve(host.namespace, CHAIN[:1], 1))
@@ -62,6 +64,7 @@ def test_the_slower_of_two_sessions_with_the_same_block_finds_it_present(shm_dir
         assert host.status().used_bytes == PAGE and not host.table.current(slow)
 
 
+@pytest.mark.breaks("commits with checksums that are made up")
 def test_a_slot_is_committed_once(shm_dir: Path) -> None:
     with host_in(shm_dir) as host:
         (slot,) = slots_of(host.reserve(host.namespace, CHAIN[:1], 1))
@@ -70,6 +73,7 @@ def test_a_slot_is_committed_once(shm_dir: Path) -> None:
             host.commit(host.namespace, [(CHAIN[1], slot, 0)])
 
 
+@pytest.mark.breaks("commits with checksums that are made up")
 @pytest.mark.parametrize("bad", [0, 1, 3])
 def test_a_commit_that_fails_midway_leaves_no_slot_reserved(
     shm_dir: Path, monkeypatch: pytest.MonkeyPatch, bad: int

@@ -98,6 +98,7 @@ def test_blocks_of_a_flushed_epoch_are_not_taken_over(shm_dir: Path) -> None:
         assert host.leading(host.namespace, CHAIN) == 1 and host.status().used_bytes == PAGE
 
 
+@pytest.mark.breaks("commits with checksums that are made up")
 @pytest.mark.parametrize("older_first", [True, False])
 def test_when_the_epochs_are_lost_the_newest_that_blocks_bear_is_the_present_one(
     shm_dir: Path, older_first: bool

@@ -1,37 +1,10 @@
 """The stream of events: who listens hears of every block, or of how many it missed."""
 
-import json
-from typing import Any
-
-import aiohttp
 import pytest
 
 from terracekv.daemon import http_queries
-from terracekv.tests.people import MODEL, People, keys_of, served, until, url
+from terracekv.tests.people import MODEL, Listener, People, keys_of, served, until, url
 from terracekv.tiers.block import block_id
-
-
-class Listener:
-    """Reads a stream of server-sent events."""
-
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
-        self._answer = answer
-
-    async def block(self) -> str:
-        """The next comment or event, as text."""
-        lines = []
-        while (line := await self._answer.content.readline()) not in (b"\n", b""):
-            lines.append(line.decode().rstrip("\n"))
-        return "\n".join(lines)
-
-    async def event(self) -> dict[str, Any]:
-        """The next event; its id and name are those of its data."""
-        while (text := await self.block()).startswith(":"):
-            pass
-        fields = dict(line.split(": ", 1) for line in text.split("\n"))
-        data = json.loads(fields["data"])
-        assert (fields["id"], fields["event"]) == (str(data["seq"]), data["event"])
-        return dict(data)
 
 
 @pytest.mark.fault(133)

@@ -8,7 +8,7 @@ import pytest
 
 from terracekv.tests.hosts import BLOCK, SLOTS
 from terracekv.tests.stores import World, Worlds, ids_of, key, opened_worlds
-from terracekv.tiers.errors import BadRequest, NotFound
+from terracekv.tiers.errors import NotFound
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Miss
 
@@ -104,7 +104,7 @@ def test_one_tier_alone_can_be_flushed_and_says_what_it_had(worlds: Worlds) -> N
         assert w.store.lookup(w.namespace, [key(1)]).per_tier == {"host": 0, "disk": 1}
         assert (await w.store.flush(w.namespace, "disk")).dropped == {"disk": 2}
         assert w.store.lookup(w.namespace, [key(1)]).blocks == 0 and w.namespace.epoch == 0
-        with pytest.raises(BadRequest, match="no tier 's3'"):
+        with pytest.raises(NotFound, match="no tier 's3'"):
             await w.store.flush(w.namespace, "s3")
 
     worlds.run(story)

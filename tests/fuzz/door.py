@@ -218,7 +218,7 @@ class DoorFuzz:
         self.peers.remove(peer)
         if not peer.closed and self.random.randrange(2):
             await self._idle()
-        if not self.door._tasks or peer.closed:
+        if not (self.door._tasks or self.door.line) or peer.closed:
             peer.settled()
         self.answered += peer.owed.answered
         peer.hang_up()
@@ -241,7 +241,7 @@ class DoorFuzz:
         await self.world.balanced()
 
     async def _idle(self) -> None:
-        while self.door._tasks:
+        while self.door._tasks or self.door.line:
             await asyncio.sleep(0.001)
         await self.world.idle()
 

@@ -8,6 +8,9 @@ moments, and what the process holds is seen from outside.
 """
 
 import array
+import contextlib
+import http.client
+import json
 import select
 import socket
 import time
@@ -151,7 +154,19 @@ class LiveFuzz:
         self.answered += caller.owed.answered
         caller.hang_up()
 
+    def _flush_all(self) -> None:
+        """End all pins: some of each size of slot can keep every slab from serving another size."""
+        for namespace in self.daemon.http("/v1/namespaces")[1]["namespaces"]:
+            connection = http.client.HTTPConnection("localhost", timeout=PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.connect(str(self.daemon.runtime / "http.sock"))
+                body = json.dumps({"namespace": namespace["namespace_id"]})
+                connection.request("POST", "/v1/flush", body, {"Content-Type": "application/json"})
+                assert connection.getresponse().status == 200
+
     def _well_behaved(self) -> None:
+        self._flush_all()
         with self.daemon.client(model="well behaved") as client:
             client.rejoin()
             self._stores_and_loads(client)

@@ -57,7 +57,6 @@ def test_the_payload_is_left_out_of_the_signature_only_by_setting_or_over_tls(no
         assert b.tier._bucket._client.meta.config.s3["payload_signing_enabled"] is False
 
 
-@pytest.mark.fault(99)
 def test_an_endpoint_of_ones_own_is_spoken_to_in_path_style(a: Node, stub: S3Stub) -> None:
     put(a.tier, a.now, name(1))
     assert {headers["host"] for _, _, headers in stub.requests} == {stub.endpoint.partition("//")[2]}

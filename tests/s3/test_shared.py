@@ -34,7 +34,6 @@ def test_a_block_that_another_node_stored_is_not_sent_again(a: Node, nodes: Node
         assert stub.asked["PUT"] == before
 
 
-@pytest.mark.fault(99)
 def test_objects_are_named_by_content_with_safe_characters_under_the_prefix(nodes: Nodes, stub: S3Stub) -> None:
     with nodes(prefix="team-1/kv") as a:
         put(a.tier, a.now, name(7, shard=3))
