@@ -28,7 +28,9 @@ from terracekv.tiers.tier import Outcome
 
 OBJECT_BYTES = 8 << 20
 OBJECTS = 16
-ROUNDS = 7
+ROUNDS = 11
+PASSES = {"PUT": 1, "GET": 3}
+"""Over all objects in a round: a GET is over so soon that one pass is mostly its beginning and its end."""
 SHM = Path("/dev/shm")
 """The server keeps its data in memory where it can: it is the client that is measured."""
 
@@ -111,7 +113,8 @@ def measure(server: Seaweed, threads: int, payloads: list[bytes], arena: memoryv
                 if work is put:
                     tier.delete(namespace, [name(number) for number in range(OBJECTS)])
                 before = time.process_time()
-                into.append(total / seconds(lambda work=work: in_threads(threads, work)) / 1e9)  # type: ignore[misc]
+                took_s = sum(seconds(lambda work=work: in_threads(threads, work)) for _ in range(PASSES[what]))  # type: ignore[misc]
+                into.append(PASSES[what] * total / took_s / 1e9)
                 cpu[work] += time.process_time() - before
         report(
             f"s3 {what}, 8 MiB, {threads} threads",

@@ -3,6 +3,9 @@
 Owns the mappings and, while a session lasts, the lock that tells the daemon that this process may still write. Used by
 ``client.py`` under its lock; the prefault runs in a thread of its own. Imports ``kernels.pages`` and
 ``daemon.protocol``.
+
+All clients of a process share one mapping of an arena: what CUDA pins it pins by address, and counts against the limit
+of locked memory each time.
 """
 
 import contextlib
@@ -24,34 +27,100 @@ _GENERATION = struct.Struct("<Q")
 _FLOCK = struct.Struct("hhqqi4x")
 
 
+class _Mapping:
+    """The bytes of one file, for all clients of this process. Made by ``_mapping_of``, let go of by ``leave``."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self.fd = fd
+        self.clients = 0
+        self._map = mmap.mmap(fd, size_bytes)
+        self.view = memoryview(self._map)
+        self._stop = threading.Event()
+        self._prefault = threading.Thread(target=self._populate, name="terracekv-prefault", daemon=True)
+        self._prefault.start()
+
+    def leave(self) -> None:
+        """A client copies no more; with the last one the mapping ends."""
+        with _sharing:
+            self.clients -= 1
+            if self.clients:
+                return
+            for key in [key for key, mapping in _mappings.items() if mapping is self]:
+                del _mappings[key]
+        self._stop.set()
+        self._prefault.join()
+        with contextlib.suppress(BufferError):  # an engine may have kept a view; the mapping goes with it
+            self.view.release()
+            self._map.close()
+        os.close(self.fd)
+
+    def _populate(self) -> None:
+        for offset in range(0, len(self.view), PREFAULT_BYTES):
+            if self._stop.is_set():
+                return
+            with contextlib.suppress(OSError):  # not allocated yet: those pages come with the first copy
+                with self.view[offset : offset + PREFAULT_BYTES] as part:
+                    if not populate(part):
+                        return
+
+
+_sharing = threading.Lock()
+_mappings: dict[tuple[int, int, int], _Mapping] = {}
+"""By device, inode and size, as long as a client has it: its descriptor keeps the inode from being another file's."""
+
+
+def _mapping_of(path: str, size_bytes: int) -> _Mapping:
+    """This process's mapping, for one client more. OSError; ValueError when the file is not as large."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        file = os.fstat(fd)
+        key = file.st_dev, file.st_ino, size_bytes
+        with _sharing:
+            mapping = _mappings.get(key)
+            if mapping is None:
+                mapping = _mappings[key] = _Mapping(fd, size_bytes)
+            mapping.clients += 1
+    except BaseException:
+        os.close(fd)
+        raise
+    if mapping.fd != fd:
+        os.close(fd)
+    return mapping
+
+
+def _after_fork() -> None:
+    """In a forked child, which maps anew: what it has of its parent's is closed by the clients."""
+    global _sharing
+    _sharing = threading.Lock()
+    _mappings.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Arena:
     """Mappings of one arena. Kept across sessions as long as the daemon goes on with the same files."""
 
     def __init__(self, welcome: Welcome) -> None:
-        self._files = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
-            self._arena_fd = os.open(welcome.arena, os.O_RDWR | os.O_CLOEXEC)
-            undo.callback(os.close, self._arena_fd)
             self._slots_fd = os.open(welcome.slots, os.O_RDONLY | os.O_CLOEXEC)
             undo.callback(os.close, self._slots_fd)
-            self._arena = mmap.mmap(self._arena_fd, welcome.arena_bytes)
             self._slots = mmap.mmap(self._slots_fd, welcome.slots_bytes, prot=mmap.PROT_READ)
-            self._files = undo.pop_all()
-        self.view = memoryview(self._arena)
+            undo.callback(self._slots.close)
+            self._mapping = _mapping_of(welcome.arena, welcome.arena_bytes)
+            undo.pop_all()
+        self.view = self._mapping.view
         self._welcome = welcome
         self._locked: int | None = None
-        self._stop = threading.Event()
-        self._prefault = threading.Thread(target=self._populate, name="terracekv-prefault", daemon=True)
-        self._prefault.start()
         self._detach: Callable[[], None] | None = None
 
     def attach(self, attach: Attach) -> None:
-        """Tell of this mapping. At most once."""
+        """Tell of the mapping. At most once."""
         self._detach = attach(self.view)
 
     def serves(self, welcome: Welcome) -> bool:
         """Whether these mappings are those that another Welcome names: the same files, not just the same paths."""
-        for fd, path in ((self._arena_fd, welcome.arena), (self._slots_fd, welcome.slots)):
+        for fd, path in ((self._mapping.fd, welcome.arena), (self._slots_fd, welcome.slots)):
             try:
                 if not os.path.samestat(os.fstat(fd), os.stat(path)):
                     return False
@@ -86,24 +155,11 @@ class Arena:
         return bool(_GENERATION.unpack_from(self._slots, slot.record)[0] == slot.generation)
 
     def close(self) -> None:
-        """Unmap. Nobody copies any more."""
-        self._stop.set()
-        self._prefault.join()
+        """Unmap. Nobody copies for this client any more."""
         if self._detach is not None:
             self._detach()
             self._detach = None
         self.unlock()
         self._slots.close()
-        with contextlib.suppress(BufferError):  # an engine may have kept a view; the mapping goes with it
-            self.view.release()
-            self._arena.close()
-        self._files.close()
-
-    def _populate(self) -> None:
-        for offset in range(0, len(self.view), PREFAULT_BYTES):
-            if self._stop.is_set():
-                return
-            with contextlib.suppress(OSError):  # not allocated yet: those pages come with the first copy
-                with self.view[offset : offset + PREFAULT_BYTES] as part:
-                    if not populate(part):
-                        return
+        os.close(self._slots_fd)
+        self._mapping.leave()

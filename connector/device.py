@@ -1,14 +1,15 @@
 """An engine's paged KV on a GPU: the copier of a client, with the verbs of ``layout.Blocks``.
 
-Owns the transfers of one engine process on one GPU, and the pinning of the arena in it. Made by a connector once the
-KV cache is allocated; ``DeviceBlocks`` are one thread's. Imports ``kernels``, ``connection``; no tensor library:
-tensors come as addresses.
+Owns the transfers of one engine process on one GPU, and what is pinned of arenas in the process. Made by a connector
+once the KV cache is allocated; ``DeviceBlocks`` are one thread's. Imports ``kernels``, ``connection``; no tensor
+library: tensors come as addresses.
 
 ``Client(..., attach=copier.attach, device=copier.device)`` lets it pin each arena that the client maps, and the client
 open the gpu tier's memory; ``blocks = copier.blocks(pages, stream)`` stands for one prompt, and ``client.load(keys,
 blocks.scatter, blocks.settle, blocks.fetch)`` moves it.
 """
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,24 +28,61 @@ Move = Callable[[Sequence[Sequence[int]], Sequence[int], After], Batch]
 """As ``Transfer.gather``: pages of blocks, addresses of payloads, and what to wait for."""
 
 
+class _Pinning:
+    """A mapping that is being pinned, or is, for all GPUs and clients of this process."""
+
+    def __init__(self, device: Device, view: memoryview) -> None:
+        self.pinned = Pinned(device, address_of(view), view.nbytes)
+        self.users = 0
+        self._thread = threading.Thread(target=self.pinned.pin, name="terracekv-pin", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Returns when nothing of it is pinned any more."""
+        self.pinned.close()
+        self._thread.join()
+
+
+_sharing = threading.Lock()
+_pinnings: dict[int, _Pinning] = {}
+"""By address: CUDA pins memory once, and then for every GPU of the process."""
+
+
+def _after_fork() -> None:
+    """In a forked child, whose parent's memory CUDA knows nothing of."""
+    global _sharing
+    _sharing = threading.Lock()
+    _pinnings.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Arenas:
-    """The host memory that slots lie in: pinned in the background, one mapping after the other."""
+    """The host memory that slots lie in: pinned in the background, each mapping once however many clients have it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pinned: list[Pinned] = []
 
     def attach(self, view: memoryview) -> Callable[[], None]:
-        """Begin to pin a mapping; the answer ends it, and returns when nothing of it is pinned any more."""
-        pinned = Pinned(self._device, address_of(view), view.nbytes)
-        self._pinned.append(pinned)
-        thread = threading.Thread(target=pinned.pin, name="terracekv-pin", daemon=True)
-        thread.start()
+        """Begin to pin a mapping, if nobody has; the answer ends that, and when it was the last to need it returns once
+        nothing of it is pinned any more."""
+        address = address_of(view)
+        with _sharing:
+            pinning = _pinnings.get(address)
+            if pinning is None:
+                pinning = _pinnings[address] = _Pinning(self._device, view)
+            pinning.users += 1
+        self._pinned.append(pinning.pinned)
 
         def detach() -> None:
-            self._pinned.remove(pinned)
-            pinned.close()
-            thread.join()
+            self._pinned.remove(pinning.pinned)
+            with _sharing:  # to its end: whoever pins the same mapping next may not find it half pinned
+                pinning.users -= 1
+                if not pinning.users:
+                    del _pinnings[address]
+                    pinning.end()
 
         return detach
 
@@ -59,7 +97,7 @@ class Arenas:
 
     def report(self) -> dict[str, Any]:
         """Bytes of all mappings, and why some of them are not pinned."""
-        pinned = list(self._pinned)
+        pinned = list(dict.fromkeys(self._pinned))  # of each client that has it
         return {
             "pinned_bytes": sum(each.pinned_bytes for each in pinned),
             "pageable_bytes": sum(each.pageable_bytes for each in pinned),

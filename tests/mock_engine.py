@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from terracekv.connector import vllm_start
-from terracekv.connector.vllm_layout import GroupSpec, alignment
+from terracekv.connector.vllm_layout import alignment
 from terracekv.connector.vllm_options import Options
 from terracekv.connector.vllm_plan import Results, Step
 from terracekv.connector.vllm_scheduler import SchedulerHalf
 from terracekv.connector.vllm_start import Introduction
-from terracekv.tests.mock_pages import BLOCK, LAYERS, PAGE, Pool, Rank, Request, lacking
+from terracekv.tests.mock_pages import BLOCK, PAGE, Pool, Rank, Request, lacking, specs_of
 
 STEPS_MAX = 20_000
 
@@ -55,11 +55,7 @@ class Engine:
         self.told: dict[str, list[int]] = {}
         """Pages of each group that an older vLLM has told by now."""
         self.pool = Pool(pages)
-        kinds = ["SlidingWindowSpec" if window else "FullAttentionSpec" for window in windows]
-        self.specs = [
-            GroupSpec(kind, PAGE, tuple(f"{group}.{layer}" for layer in range(LAYERS)))
-            for group, kind in enumerate(kinds)
-        ]
+        self.specs = specs_of(windows)
         # Generous, since test machines are slow; tests of deadlines give their own.
         patient = {"lookup_budget_ms": 10_000, "wait_ms": 10_000, "load_deadline_ms": 10_000, "pages_held": 1.0}
         self.options = Options.read({"socket": str(socket), "store_deadline_ms": 10_000} | patient | options)
@@ -186,7 +182,7 @@ class Engine:
             rank.half.load(step)
         for id, tokens in scheduled.items():
             request = self._by_id(id)
-            seeds = self._seeds(request, request.num_computed_tokens + tokens)
+            seeds = request.seeds(request.num_computed_tokens + tokens, self.weights)
             for rank in self.ranks:
                 rank.write(request, request.num_computed_tokens, request.num_computed_tokens + tokens, seeds)
         for rank in connected:
@@ -256,7 +252,7 @@ class Engine:
         if not self._grow(request, local):
             return False
         for rank in self.ranks:
-            rank.write(request, 0, local, self._seeds(request, local))
+            rank.write(request, 0, local, request.seeds(local, self.weights))
         request.num_computed_tokens = local
         found = self.half.matched(request, local)
         assert found == self.half.matched(request, local) or found is None, "asked twice, answered twice"
@@ -297,14 +293,6 @@ class Engine:
             table.extend(self.pool.take(max(0, more)) or [])
         request.tables = tables
         return True
-
-    def _seeds(self, request: Request, tokens: int) -> list[bytes]:
-        seed = hashlib.sha256(self.weights + request.identity).digest()
-        seeds = []
-        for token in range(tokens):
-            seed = hashlib.sha256(seed + request.at(token)).digest()
-            seeds.append(seed)
-        return seeds
 
     def _update(self, scheduled: dict[str, int]) -> None:
         received: list[str] = []

@@ -81,6 +81,15 @@ class Request:
         inside = [place for place, length in zip(places, lengths, strict=True) if 0 <= place[1] < length]
         return repr((self.all_token_ids[token], inside)).encode()
 
+    def seeds(self, tokens: int, weights: bytes) -> list[bytes]:
+        """What the KV of each of the first ``tokens`` tokens is made from."""
+        seed = hashlib.sha256(weights + self.identity).digest()
+        seeds = []
+        for token in range(tokens):
+            seed = hashlib.sha256(seed + self.at(token)).digest()
+            seeds.append(seed)
+        return seeds
+
 
 def prompt(id: str, tokens: int, seed: int = 0, **fields: Any) -> Request:
     """Two seeds share no block."""
@@ -91,6 +100,18 @@ def lacking(*requests: Request) -> int:
     """Pages to the end of what there is of them: vLLM begins no load that could leave all who hold pages waiting for
     more."""
     return sum(-(-request.num_tokens // PAGE) - len(table) for request in requests for table in request.tables)
+
+
+def specs_of(windows: Sequence[int | None]) -> list[GroupSpec]:
+    """A group of layers for each entry: None for full attention, else the tokens of its sliding window."""
+    return [
+        GroupSpec(
+            "SlidingWindowSpec" if window else "FullAttentionSpec",
+            PAGE,
+            tuple(f"{group}.{layer}" for layer in range(LAYERS)),
+        )
+        for group, window in enumerate(windows)
+    ]
 
 
 class Pool:

@@ -4,7 +4,7 @@ The fake GPU is as late as CUDA allows: a slot that is committed, believed or gi
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -69,6 +69,18 @@ def client_of(daemon: Daemon, copier: DeviceCopier) -> Client:
     )
 
 
+@contextmanager
+def joined(
+    daemon: Daemon, fake: FakeCupy, layouts: Sequence[str] = ("NHD",), seed: int = 0
+) -> Iterator[tuple[Engine, DeviceCopier, Client, list[bytes]]]:
+    """An engine on a GPU that has computed its pages and joined a daemon, with the keys of a prompt of ``COUNT``
+    blocks."""
+    with engine_on(fake, layouts, seed) as engine, copier_of(engine) as copier:
+        with closing(client_of(daemon, copier)) as client:
+            engine.compute()
+            yield engine, copier, client, client.keys(list(range(COUNT * TOKENS)))
+
+
 def blocks_of(engine: Engine) -> list[list[int]]:
     order = engine.dice.sample(range(PAGES), PAGES)
     return [order[at : at + PAGES_PER_BLOCK] for at in range(0, PAGES, PAGES_PER_BLOCK)]
@@ -77,21 +89,18 @@ def blocks_of(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_one_prompt_stored_another_loads_into_other_pages(daemon: Daemon, seed: int) -> None:
     layouts = [("NHD",), ("HND",), ("MLA",), ("fused", "NHD")][seed % 4]
-    with engine_on(gpu(seed), layouts, seed) as engine, copier_of(engine) as copier:
-        with closing(client_of(daemon, copier)) as client:
-            keys = client.keys(list(range(COUNT * TOKENS)))
-            pages = blocks_of(engine)
-            engine.compute()
-            expected: list[bytes] = []
-            for of_block in pages:
-                engine.read(of_block, expected)
-            blocks = copier.blocks(pages, engine.stream.ptr)
-            assert client.store(keys, blocks.gather, settle=blocks.settle) == Stored(stored=COUNT)
-            engine.compute()  # the pages are another's
-            other = blocks_of(engine)
-            loading = copier.blocks(other, engine.stream.ptr)
-            assert client.load(keys, loading.scatter, loading.settle) == Loaded(COUNT, None)
-            assert [engine.payload(of_block) for of_block in other] == expected
+    with joined(daemon, gpu(seed), layouts, seed) as (engine, copier, client, keys):
+        pages = blocks_of(engine)
+        expected: list[bytes] = []
+        for of_block in pages:
+            engine.read(of_block, expected)
+        blocks = copier.blocks(pages, engine.stream.ptr)
+        assert client.store(keys, blocks.gather, settle=blocks.settle) == Stored(stored=COUNT)
+        engine.compute()  # the pages are another's
+        other = blocks_of(engine)
+        loading = copier.blocks(other, engine.stream.ptr)
+        assert client.load(keys, loading.scatter, loading.settle) == Loaded(COUNT, None)
+        assert [engine.payload(of_block) for of_block in other] == expected
 
 
 @pytest.mark.fault(2)
@@ -99,10 +108,8 @@ def test_what_one_prompt_stored_another_loads_into_other_pages(daemon: Daemon, s
 @pytest.mark.parametrize("way", ["store", "load"])
 def test_a_copy_that_fails_stores_and_loads_nothing_and_the_next_call_works(daemon: Daemon, way: str) -> None:
     fake = FakeCupy()
-    with engine_on(fake) as engine, copier_of(engine) as copier, closing(client_of(daemon, copier)) as client:
+    with joined(daemon, fake) as (engine, copier, client, keys):
         client.strict = False
-        keys = client.keys(list(range(COUNT * TOKENS)))
-        engine.compute()
         blocks = copier.blocks(blocks_of(engine), engine.stream.ptr)
         if way == "load":
             assert client.store(keys, blocks.gather, settle=blocks.settle).stored == COUNT
@@ -122,18 +129,15 @@ def test_a_copy_that_fails_stores_and_loads_nothing_and_the_next_call_works(daem
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_slot_is_not_given_back_while_a_copy_from_it_is_under_way(daemon: Daemon, seed: int) -> None:
     """The load ends early because the chain does: what was begun is over, and counts."""
-    with engine_on(gpu(seed), seed=seed) as engine, copier_of(engine) as copier:
-        with closing(client_of(daemon, copier)) as client:
-            keys = client.keys(list(range(COUNT * TOKENS)))
-            pages = blocks_of(engine)
-            engine.compute()
-            blocks = copier.blocks(pages, engine.stream.ptr)
-            assert client.store(keys[:3], blocks.gather, settle=blocks.settle).stored == 3
-            expected = [engine.payload(of_block) for of_block in pages[:3]]
-            engine.compute()
-            loading = copier.blocks(pages, engine.stream.ptr)
-            assert client.load(keys, loading.scatter, loading.settle) == Loaded(3, "absent")
-            assert [engine.payload(of_block) for of_block in pages[:3]] == expected
+    with joined(daemon, gpu(seed), seed=seed) as (engine, copier, client, keys):
+        pages = blocks_of(engine)
+        blocks = copier.blocks(pages, engine.stream.ptr)
+        assert client.store(keys[:3], blocks.gather, settle=blocks.settle).stored == 3
+        expected = [engine.payload(of_block) for of_block in pages[:3]]
+        engine.compute()
+        loading = copier.blocks(pages, engine.stream.ptr)
+        assert client.load(keys, loading.scatter, loading.settle) == Loaded(3, "absent")
+        assert [engine.payload(of_block) for of_block in pages[:3]] == expected
 
 
 @pytest.mark.fault(16)
@@ -141,10 +145,8 @@ def test_a_slot_is_not_given_back_while_a_copy_from_it_is_under_way(daemon: Daem
 def test_a_call_that_fails_in_the_middle_leaves_nothing_under_way(daemon: Daemon, way: str) -> None:
     """Its slots are another's as soon as it returns, and its pages are computed into."""
     fake = FakeCupy()
-    with engine_on(fake) as engine, copier_of(engine) as copier, closing(client_of(daemon, copier)) as client:
+    with joined(daemon, fake) as (engine, copier, client, keys):
         client.strict = False
-        keys = client.keys(list(range(COUNT * TOKENS)))
-        engine.compute()
         blocks = copier.blocks(blocks_of(engine), engine.stream.ptr)
         if way == "load":
             assert client.store(keys, blocks.gather, settle=blocks.settle).stored == COUNT
@@ -180,10 +182,30 @@ def test_the_arena_is_pinned_while_it_is_mapped_and_what_is_not_is_reported(daem
         assert copier.report()["pageable_bytes"] == 0
 
 
+@pytest.mark.fault(80)
+def test_clients_of_one_process_share_one_mapping_of_the_arena_which_is_pinned_once(daemon: Daemon) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(str(daemon.runtime / "arena"))
+
+    with joined(daemon, FakeCupy()) as (engine, copier, first, keys), copier_of(engine) as other:
+        clients = [client_of(daemon, copier), first, client_of(daemon, other)]
+        size = (daemon.runtime / "arena").stat().st_size
+        until(lambda: copier.report()["pinned_bytes"] == size, "the arena is pinned")
+        assert mapped() == 1
+        assert copier.report()["pinned_bytes"] == other.report()["pinned_bytes"] == size
+        clients.pop(0).close()
+        assert mapped() == 1 and copier.report()["pinned_bytes"] == size
+        blocks = copier.blocks(blocks_of(engine), engine.stream.ptr)
+        assert first.store(keys, blocks.gather, settle=blocks.settle) == Stored(stored=COUNT)
+        for client in clients:
+            client.close()
+        assert mapped() == 0 == copier.report()["pinned_bytes"] == other.report()["pinned_bytes"]
+
+
 @pytest.mark.fault(60)
 def test_a_daemon_with_a_new_arena_is_pinned_anew_and_the_old_arena_let_go(daemon: Daemon) -> None:
     fake = FakeCupy()
-    with engine_on(fake) as engine, copier_of(engine) as copier, closing(client_of(daemon, copier)) as client:
+    with joined(daemon, fake) as (_, copier, client, _):
         client.strict = False
         assert client.joined
         until(lambda: copier.report()["pinned_bytes"], "the arena is pinned")

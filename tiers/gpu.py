@@ -22,7 +22,7 @@ from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import NoGpu, NoRoom
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slot_tier import DAEMON, SlotTier
-from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, slot_bytes_for
+from terracekv.tiers.slots import Slot, SlotTable, slot_bytes_for
 from terracekv.tiers.tier import PAGE, Outcome, TierStatus
 
 
@@ -81,22 +81,6 @@ class GpuTier(SlotTier):
             return Outcome.FAILED
         return self.commit(namespace, [(id, slot, digest)])[0]
 
-    def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
-        """See ``Tier.get``."""
-        assert len(into) >= namespace.block_bytes
-        (slot,) = self.acquire(namespace, [id])
-        outcome = Outcome.MISS
-        if slot is not None:
-            try:
-                outcome = self._read(namespace, id, slot, into[: namespace.block_bytes])
-            finally:
-                self.release([slot])
-        with self._lock:
-            self.counters.misses += outcome is Outcome.MISS
-            self.counters.hits += outcome is Outcome.HIT
-            self.counters.get_bytes += namespace.block_bytes * (outcome is Outcome.HIT)
-        return outcome
-
     def reclaim(self, namespace: Namespace) -> int:
         """Forget the blocks of epochs older than the snapshot's; how many."""
         older = [space.namespace for space in list(self._spaces.values()) if space.namespace.id == namespace.id]
@@ -147,11 +131,7 @@ class GpuTier(SlotTier):
             return Outcome.FAILED
         if checksum(into) == self.checksum_of(slot):
             return Outcome.HIT
-        with self._lock:
-            self.counters.checksum_failures += 1
-            space = self._spaces.get(namespace.stamp)
-            if space is not None and space.order.get(id) == slot.record // RECORD_BYTES:
-                self._drop(space, [id], "damaged")
+        self._damaged(namespace, id, slot)
         return Outcome.DAMAGED
 
     def _hand_down(self, namespace: Namespace, id: bytes) -> None:

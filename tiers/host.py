@@ -84,10 +84,7 @@ class HostTier(SlotTier):
                 self._unverified.discard(slot.record)
                 return Outcome.HIT
             # It stays unverified until it is freed: another reader may hold it and not have asked yet.
-            self.counters.checksum_failures += 1
-            space = self._spaces.get(namespace.stamp)
-            if space is not None and space.order.get(id) == slot.record // RECORD_BYTES:
-                self._drop(space, [id], "damaged")
+            self._damaged(namespace, id, slot)
         return Outcome.DAMAGED
 
     def payload(self, slot: Slot, size_bytes: int) -> memoryview:
@@ -104,22 +101,6 @@ class HostTier(SlotTier):
             return slot
         self.payload(slot, namespace.block_bytes)[:] = payload[: namespace.block_bytes]
         return self.commit(namespace, [(id, slot, digest)])[0]
-
-    def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
-        """See ``Tier.get``."""
-        assert len(into) >= namespace.block_bytes
-        (slot,) = self.acquire(namespace, [id])
-        outcome = Outcome.MISS
-        if slot is not None:
-            outcome = self.verify(namespace, id, slot) if self.unverified(slot) else Outcome.HIT
-            if outcome is Outcome.HIT:
-                into[: namespace.block_bytes] = self.payload(slot, namespace.block_bytes)
-            self.release([slot])
-        with self._lock:
-            self.counters.misses += outcome is Outcome.MISS
-            self.counters.hits += outcome is Outcome.HIT
-            self.counters.get_bytes += namespace.block_bytes * (outcome is Outcome.HIT)
-        return outcome
 
     def status(self) -> TierStatus:
         """See ``Tier.status``."""
@@ -157,6 +138,12 @@ class HostTier(SlotTier):
         super().check()
         with self._lock:
             assert not self._unverified - set(self._table.occupied()), "bytes to be verified in slots that are free"
+
+    def _read(self, namespace: Namespace, id: bytes, slot: Slot, into: memoryview) -> Outcome:
+        if self.unverified(slot) and (outcome := self.verify(namespace, id, slot)) is not Outcome.HIT:
+            return outcome
+        into[:] = self.payload(slot, len(into))
+        return Outcome.HIT
 
     def _slabs_ready(self) -> int:
         return self._arena.slabs_ready

@@ -23,7 +23,7 @@ BATCH = 128
 
 
 class SlotTier:
-    """What host and gpu have in common. An heir says which slabs are ready, and moves the bytes."""
+    """What host and gpu have in common. An heir says which slabs are ready, and moves the bytes: ``put``, ``_read``."""
 
     def __init__(self, table: SlotTable, namespaces: Namespaces) -> None:
         self._table = table
@@ -152,6 +152,22 @@ class SlotTier:
                     self._doomed.remove(slot.record)
                     self._free(slot.record)
 
+    def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
+        """See ``Tier.get``."""
+        assert len(into) >= namespace.block_bytes
+        (slot,) = self.acquire(namespace, [id])
+        outcome = Outcome.MISS
+        if slot is not None:
+            try:
+                outcome = self._read(namespace, id, slot, into[: namespace.block_bytes])
+            finally:
+                self.release([slot])
+        with self._lock:
+            self.counters.misses += outcome is Outcome.MISS
+            self.counters.hits += outcome is Outcome.HIT
+            self.counters.get_bytes += namespace.block_bytes * (outcome is Outcome.HIT)
+        return outcome
+
     def checksum_of(self, slot: Slot) -> int:
         """The checksum that was computed when the leased slot was sealed."""
         return self._table.sealed(slot.record).checksum
@@ -266,6 +282,18 @@ class SlotTier:
             self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(gone)
             self.on_evict(space.namespace, gone, reason)
         return len(gone)
+
+    def _read(self, namespace: Namespace, id: bytes, slot: Slot, into: memoryview) -> Outcome:
+        """Copy a leased slot's payload out: HIT, DAMAGED once ``_damaged`` was told, or FAILED."""
+        raise NotImplementedError
+
+    def _damaged(self, namespace: Namespace, id: bytes, slot: Slot) -> None:
+        """A leased slot holds other bytes than were sealed: the block is not listed any more."""
+        with self._lock:
+            self.counters.checksum_failures += 1
+            space = self._spaces.get(namespace.stamp)
+            if space is not None and space.order.get(id) == slot.record // RECORD_BYTES:
+                self._drop(space, [id], "damaged")
 
     def _free(self, record: int) -> None:
         """Under the lock: the slot is nobody's."""

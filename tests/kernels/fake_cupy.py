@@ -229,6 +229,8 @@ class FakeCupy:
     def rt_hostRegister(self, address: int, size: int, flags: int) -> None:
         assert flags & 2, "memory that is not mapped cannot be written by a kernel"
         assert address % 4096 == 0 and size % 4096 == 0
+        if self.world.inside(self.world.pinned, address):
+            raise FakeError("cudaErrorHostMemoryAlreadyRegistered")
         assert not self._register_refused, "a refused process asked again"
         if self.pin_limit is not None and sum(self.world.pinned.values()) + size > self.pin_limit:
             self._register_refused = True

@@ -90,6 +90,7 @@ class Books:
     """Deleted and not stored since."""
     epochs: dict[bytes, int] = field(default_factory=dict)
     """Of each namespace after the last step."""
+    on_gpu: set[bytes] = field(default_factory=set)
     in_host: set[bytes] = field(default_factory=set)
     on_disk: dict[bytes, int] = field(default_factory=dict)
     """Listed after the last step, with the segment."""
@@ -115,6 +116,7 @@ class Seen:
     host: dict[bytes, Slot]
     disk: dict[bytes, tuple[int, int]]
     """Segment and page."""
+    gpu: dict[bytes, Slot]
 
 
 def present(world: World) -> Iterator[tuple[Model, Namespace]]:
@@ -125,19 +127,20 @@ def present(world: World) -> Iterator[tuple[Model, Namespace]]:
 
 
 def look(world: World) -> Seen:
-    table, spaces = world.tiers.table, world.tiers.host._spaces
     entries = dict(world.disk._catalog.entries())
     host: dict[bytes, Slot] = {}
+    gpu: dict[bytes, Slot] = {}
     disk: dict[bytes, tuple[int, int]] = {}
     for each, namespace in present(world):
-        if namespace.stamp in spaces:
-            for id, place in spaces[namespace.stamp].order.places():
-                host[id] = table.slot(place * RECORD_BYTES)
+        for tier, listed in ((world.tiers.host, host), (world.gpu, gpu)):
+            if tier is not None and namespace.stamp in tier._spaces:
+                for id, place in tier._spaces[namespace.stamp].order.places():
+                    listed[id] = tier._table.slot(place * RECORD_BYTES)
         for id in each.ids:
             entry = entries.get(id)
             if entry is not None and entry.stamp == namespace.stamp:
                 disk[id] = (entry.segment, entry.page)
-    return Seen(host, disk)
+    return Seen(host, disk, gpu)
 
 
 def check_bytes(world: World, books: Books, seen: Seen) -> None:
@@ -146,8 +149,10 @@ def check_bytes(world: World, books: Books, seen: Seen) -> None:
     for each, namespace in present(world):
         size = namespace.block_bytes
         for id in each.ids:
-            slot, place = seen.host.get(id), seen.disk.get(id)
-            assert not (slot or place) or id not in books.forgotten, "a deleted block is listed"
+            slot, place, near = seen.host.get(id), seen.disk.get(id), seen.gpu.get(id)
+            assert not (slot or place or near) or id not in books.forgotten, "a deleted block is listed"
+            if near is not None:
+                assert books.is_right(id, namespace.epoch, world.on_gpu(near, size)), "the GPU lists wrong bytes"
             if slot is not None:
                 found = bytes(host.payload(slot, size))
                 spoiled = found in books.rotten and host.unverified(slot)
@@ -198,13 +203,14 @@ def check_lookups(world: World, seen: Seen) -> None:
     for each, namespace in present(world):
         for chain in each.chains:
             found = world.store.lookup(namespace, chain)
-            shards = range(namespace.shards)
-            whole = [
-                all(block_id(key, n) in seen.host or block_id(key, n) in seen.disk for n in shards) for key in chain
-            ]
-            above = [all(block_id(key, n) in seen.host for n in shards) for key in chain]
+            on_gpu, to_host = seen.gpu.keys(), seen.gpu.keys() | seen.host.keys()
+            near, above, whole = (
+                [all(block_id(key, n) in listed for n in range(namespace.shards)) for key in chain]
+                for listed in (on_gpu, to_host, to_host | seen.disk.keys())
+            )
             assert found.blocks == leading(whole), f"lookup says {found.blocks}, listed are {whole}"
             assert found.per_tier["host"] == leading(above)
+            assert found.per_tier.get("gpu", 0) == leading(near)
             assert sum(found.split.values()) == found.blocks
             assert (found.first_miss is None) == (found.blocks == len(chain)) == (found.reason is None)
 

@@ -51,6 +51,8 @@ class Engine:
     lock: int
     seen: dict[int, dict[int, tuple[Slot, bytes]]] = field(default_factory=dict)
     """By lease and index: the slot and its bytes when it was handed out."""
+    seen_on_gpu: dict[int, dict[int, tuple[Slot, bytes]]] = field(default_factory=dict)
+    """Likewise, of slots of the gpu tier."""
 
     @property
     def reserved(self) -> list[Slot]:
@@ -64,11 +66,14 @@ def join(world: World, model: Model, shard: int | None) -> Engine:
     number = world.tiers.table.next_session()
     lock = os.open(world.tiers.table.path, os.O_RDONLY | os.O_CLOEXEC)
     fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, LOCK_BASE + number, 1, 0))
-    return Engine(model, world.sessions.start(number, namespace, shard, os.getpid(), "model"), lock)
+    session = world.sessions.start(number, namespace, shard, os.getpid(), "model")
+    session.near = world.gpu is not None and shard is not None and number % 4 > 0
+    return Engine(model, session, lock)
 
 
 def acquire(world: World, books: Books, engine: Engine, keys: Sequence[bytes]) -> int:
-    """Lease a prefix; each slot must hold right bytes at the moment it is handed out, now or later."""
+    """Lease a prefix; each slot must hold right bytes at the moment it is handed out, now or later. Three engines of
+    four have the gpu tier open, where there is one."""
     size = engine.model.wanted.block_bytes
     box: list[tuple[int, Lease]] = []
 
@@ -83,7 +88,16 @@ def acquire(world: World, books: Books, engine: Engine, keys: Sequence[bytes]) -
         if isinstance(result, Slot):
             note(handle, box[0][1], index, result)
 
-    handle, lease = world.on_loop(lambda: box.append(world.sessions.acquire(engine.session, keys, arrived)) or box[0])  # type: ignore[func-returns-value]
+    def ask() -> None:
+        box.append(world.sessions.acquire(engine.session, keys, arrived, near=True))
+
+    world.on_loop(ask)
+    handle, lease = box[0]
+    for index, slot in lease.near.items():
+        found = world.on_gpu(slot, size)
+        right = books.is_right(lease.ids[index], lease.namespace.epoch, found)
+        assert right, f"block {index} was served with wrong bytes, from the GPU"
+        engine.seen_on_gpu.setdefault(handle, {})[index] = (slot, found)
     for index, slot in list(lease.slots.items()):
         if index not in engine.seen.get(handle, {}):
             note(handle, lease, index, slot)

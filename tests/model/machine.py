@@ -21,6 +21,7 @@ from terracekv.tests.model.books import MODELS, Books, Model, Seen, check_bytes,
 from terracekv.tests.model.engines import Commit, Engine, Writer, commit, join
 from terracekv.tests.model.world import Killed, World
 from terracekv.tiers import failpoint
+from terracekv.tiers.gpu import GpuTier
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.slots import Slot, slot_bytes_for
 
@@ -62,8 +63,9 @@ class Machine(RuleBasedStateMachine):
         admission=st.sampled_from(["all", "second_touch"]),
         queue_blocks=st.sampled_from([3, 1000]),
         codec=st.sampled_from(["off", "on"]),
+        gpu_slabs=st.sampled_from([0, 1, 3]),
     )
-    def begin(self, segments: int, admission: str, queue_blocks: int, codec: str) -> None:
+    def begin(self, segments: int, admission: str, queue_blocks: int, codec: str, gpu_slabs: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="terracekv-model-", dir=SHM))
         self.books = Books()
         self.engines: list[Engine] = []
@@ -78,12 +80,21 @@ class Machine(RuleBasedStateMachine):
         self.doomed: set[int] = set()
         """Slots that outlive their blocks because somebody reads them."""
         self.new_step()
-        self.world = World(self.folder, segments=segments, admission=admission, queue_blocks=queue_blocks, codec=codec)
+        self.world = World(
+            self.folder,
+            segments=segments,
+            admission=admission,
+            queue_blocks=queue_blocks,
+            codec=codec,
+            gpu_slabs=gpu_slabs,
+        )
         self.live()
 
     def new_step(self) -> None:
         self.evicted: set[bytes] = set()
         """Blocks of which the host tier said, in this step, that they left."""
+        self.left_gpu: set[bytes] = set()
+        """Likewise the gpu tier."""
         self.excused: set[bytes] = set()
         """Blocks that may leave the disk in this step."""
         self.killed = self.killed_freeing = False
@@ -107,9 +118,20 @@ class Machine(RuleBasedStateMachine):
             heard(namespace, ids, reason)
 
         world.tiers.host.on_evict = hear
+        if world.gpu is not None:
+            self.hear_gpu(world.gpu)
         for each in MODELS:
             for shard in range(each.wanted.shards):
                 self.join(each, shard)
+
+    def hear_gpu(self, gpu: GpuTier) -> None:
+        heard = gpu.on_evict
+
+        def hear(namespace: Namespace, ids: list[bytes], reason: str) -> None:
+            self.left_gpu.update(ids)
+            heard(namespace, ids, reason)
+
+        gpu.on_evict = hear
 
     def join(self, model: Model, shard: int | None) -> None:
         self.engines.append(join(self.world, model, shard))
@@ -142,6 +164,7 @@ class Machine(RuleBasedStateMachine):
         self.ghosts += [Writer(lock, slots) for lock, slots in held]
         for left in (self.engines, self.commits, self.flushes, self.deletions, self.errands):
             left.clear()
+        self.books.on_gpu.clear()
         between()
         self.world.open()
 
@@ -227,6 +250,8 @@ class Machine(RuleBasedStateMachine):
         gone = (books.in_host & current) - seen.host.keys() - self.evicted
         assert not gone or self.killed_freeing, f"{len(gone)} blocks left host and nobody said so"
         books.in_host = set(seen.host)
+        assert not (books.on_gpu & current) - seen.gpu.keys() - self.left_gpu, "blocks left the GPU unsaid"
+        books.on_gpu = set(seen.gpu)
         there = [segment.number for segment in world.disk._shelf.segments()]
         leaving = {*books.segments[:1], *there[:1]} if self.killed else set[int]()
         excused = self.may_have_left_the_disk()
@@ -269,6 +294,11 @@ class Machine(RuleBasedStateMachine):
                 for slot, found in held.values():
                     assert table.current(slot), "a leased slot was taken away"
                     assert bytes(host.payload(slot, len(found))) == found, "leased bytes changed"
+            for handle in set(engine.seen_on_gpu) - set(engine.session.leases):
+                del engine.seen_on_gpu[handle]
+            for held in engine.seen_on_gpu.values():
+                for slot, found in held.values():
+                    assert world.on_gpu(slot, len(found)) == found, "leased bytes changed, on the GPU"
         self.past = [(slot, found) for slot, found in self.past[-PAST_MAX:] if table.current(slot)]
         for slot, found in self.past:
             assert bytes(host.payload(slot, len(found))) == found, "bytes changed and the generation did not"
@@ -295,6 +325,11 @@ class Machine(RuleBasedStateMachine):
         assert status.used_bytes == sum(map(world.tiers.table.slot_bytes, world.tiers.table.occupied()))
         assert status.used_bytes <= status.capacity_bytes
         assert world.disk_bytes() <= world.disk.capacity_bytes, "the disk tier's folder is larger than its cap"
+        if world.gpu is not None:
+            world.gpu.check()
+            near = world.gpu.status()
+            assert near.used_bytes <= near.capacity_bytes == world.config.gpu.size
+            assert not self.idle or near.blocks == len(seen.gpu), "the GPU keeps blocks of an older epoch"
         assert world.mover.queue_bytes <= world.mover.queue_bytes_max
         pins = world.store.pins
         assert pins.bytes == sum(slot_bytes_for(held[0].block_bytes) for held in pins._held.values()) <= pins.bytes_max

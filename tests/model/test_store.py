@@ -66,7 +66,7 @@ class StoreMachine(EngineRules):
     # Operators.
 
     @rule(
-        what=st.sampled_from(["host", "host", "host", "delete", "delete", "disk", "all"]),
+        what=st.sampled_from(["host", "host", "host", "delete", "delete", "delete", "disk", "gpu", "all"]),
         model=model_of,
         chain=chain_of,
         start=st.integers(0, 5),
@@ -76,7 +76,7 @@ class StoreMachine(EngineRules):
     def somebody_deletes_or_flushes(self, what: str, model: Model, chain: int, start: int, length: int) -> None:
         if what == "delete":
             self.delete(model, chain, start, length)
-        else:
+        elif what != "gpu" or self.world.gpu is not None:
             self.flush(model, None if what == "all" else what)
 
     def flush(self, model: Model, tier: str | None) -> None:
@@ -200,19 +200,27 @@ class StoreMachine(EngineRules):
         self.world.disk.rebuild()
         assert not self.world.disk.rebuilding
 
-    @rule(leave=st.booleans(), model=model_of)
+    @rule(what=st.sampled_from(["all leave", "flush", "delete"]), model=model_of)
     @mortal
-    def all_is_quiet(self, leave: bool, model: Model) -> None:
-        """Either all leave, and nothing is held; or an operator flushes tier after tier, and nothing is listed."""
+    def all_is_quiet(self, what: str, model: Model) -> None:
+        """All leave, and nothing is held; or an operator flushes tier after tier, or deletes all that there is of a
+        namespace, and nothing is listed."""
         self.do_all_jobs()
-        if leave:
+        if what == "all leave":
             self.all_leave()
-        elif not self.world.disk.rebuilding:
-            for tier in ("host", "disk"):
+        elif self.world.disk.rebuilding:
+            return
+        elif what == "delete":
+            for chain in (0, 1):
+                self.delete(model, chain, 0, 6)
+                self.do_all_jobs()
+            seen = look(self.world)
+            assert not set(model.ids) & (seen.gpu.keys() | seen.host.keys() | seen.disk.keys())
+        else:
+            for tier in self.world.store.tiers:
                 self.flush(model, tier)
                 self.do_all_jobs()
-                seen = look(self.world)
-                assert not set(model.ids) & (seen.host if tier == "host" else seen.disk).keys()
+                assert not getattr(look(self.world), tier).keys() & set(model.ids)
 
     def all_leave(self) -> None:
         roles = [(engine.model, engine.session.shard) for engine in self.engines]
@@ -223,18 +231,20 @@ class StoreMachine(EngineRules):
             self.world.on_loop(lambda model=model: self.world.store.pins.unpin(model.ids))  # type: ignore[misc]
         host = self.world.tiers.host
         assert self.idle and not host.leases() and not host._doomed
+        gpu = self.world.gpu
+        assert gpu is None or not (gpu.leases() or gpu._doomed)
         for model, shard in roles:
             self.join(model, shard)
 
     # What goes wrong.
 
     @rule(
-        what=st.sampled_from([*MEDIA, *GROWTH, *LINES, "rot", "rot", "rot"]),
+        what=st.sampled_from([*MEDIA, *GROWTH, *LINES, *["rot"] * 3, *["a GPU's copy"] * 2]),
         n=any_of,
         offset=st.integers(-140, 4_999),
     )
     def something_goes_wrong(self, what: str, n: int, offset: int) -> None:
-        """The next time the disk is asked, when a line is reached, or in what lies on the disk already."""
+        """The next time the disk or the GPU is asked, when a line is reached, or in what lies on the disk already."""
         if what in MEDIA:
             self.world.go_wrong(what)
         elif what in LINES:
@@ -243,6 +253,8 @@ class StoreMachine(EngineRules):
         elif what in GROWTH:
             failpoint.disarm("segment.create")
             failpoint.arm(GROWTH[what])
+        elif what == "a GPU's copy":
+            self.world.fake.fail_calls["memcpyAsync"] = 0
         else:
             self.rot(n, offset)
 

@@ -1,9 +1,9 @@
 """The store of one process, taken apart so that a test decides when anything happens.
 
 Owns the folders, the opened tiers, an event loop that runs only when told to, and a mover without threads whose jobs
-run one by one, in an order that the test chooses. Also what goes wrong: a death at a named line, calls of the medium
-that fail, bytes that rot. Used by the machine of ``test_store.py`` in one thread. Imports ``daemon`` and
-``tiers``.
+run one by one, in an order that the test chooses; in some worlds a fake GPU, which does nothing before it must. Also
+what goes wrong: a death at a named line, calls of the medium that fail, bytes that rot. Used by the machine of
+``test_store.py`` in one thread. Imports ``daemon``, ``kernels`` and ``tiers``.
 """
 
 import asyncio
@@ -18,19 +18,29 @@ import msgspec
 import pytest
 
 from terracekv.daemon.config import Config, Daemon, Disk, Host
+from terracekv.daemon.config_gpu import Gpu
 from terracekv.daemon.mover import Mover
+from terracekv.daemon.near import Near
 from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.store import Store
+from terracekv.kernels import cuda
 from terracekv.tests.faults import DISK, FaultLayer
+from terracekv.tests.kernels.fake_cupy import FakeCupy
+from terracekv.tests.kernels.gpus import bytes_at
 from terracekv.tiers import failpoint
 from terracekv.tiers.disk import DiskTier, least_capacity_bytes
+from terracekv.tiers.gpu import GpuTier
+from terracekv.tiers.heat import BusShare, Heat
+from terracekv.tiers.slots import Slot
 
 T = TypeVar("T")
 
 SLAB_BYTES = 6 * 4096
 SLABS = 3
 SEGMENT_BYTES = 16 * 4096
+LONG_S = 1e9
+"""No copy is held back, however slow the machine."""
 
 
 class Killed(KeyboardInterrupt):
@@ -95,11 +105,15 @@ class World:
 
     tiers: Tiers
     disk: DiskTier
+    gpu: GpuTier | None
     mover: StepMover
     store: Store
     sessions: Sessions
 
-    def __init__(self, folder: Path, *, segments: int, admission: str, queue_blocks: int, codec: str) -> None:
+    def __init__(
+        self, folder: Path, *, segments: int, admission: str, queue_blocks: int, codec: str, gpu_slabs: int
+    ) -> None:
+        """Without ``gpu_slabs`` there is no GPU."""
         self.runtime = folder / "runtime"
         self.config = Config(
             daemon=Daemon(runtime_dir=self.runtime, state_dir=folder / "state", queue=queue_blocks * 12_288),
@@ -112,6 +126,7 @@ class World:
                 admission="all" if admission == "all" else "second_touch",
                 free_floor=0,
             ),
+            gpu=Gpu(enabled=gpu_slabs > 0, size=gpu_slabs * SLAB_BYTES),
         )
         self.set_codec(codec)
         self.loop = asyncio.new_event_loop()
@@ -123,6 +138,8 @@ class World:
         self.meanwhile: Callable[[], None] = lambda: None
         """What happens while a job stands at a line that is armed with ``sleep``."""
         self._replace_failpoints()
+        self.fake = FakeCupy()
+        self._patch.setattr(cuda, "_cupy", lambda: self.fake)
         self.open()
 
     def set_codec(self, codec: str) -> None:
@@ -132,11 +149,19 @@ class World:
 
     def _replace_failpoints(self) -> None:
         def die(pid: int, number: int) -> None:
+            self._give_nothing_back()
             raise Killed
 
         # The module's own names are replaced, not what is behind them: nobody else is killed or made to wait.
         self._patch.setattr(failpoint, "os", SimpleNamespace(kill=die, getpid=os.getpid))
         self._patch.setattr(failpoint, "time", SimpleNamespace(sleep=lambda seconds: self.meanwhile()))
+
+    def _give_nothing_back(self) -> None:
+        """What a process would do on its way out, a killed one does not."""
+        for tier in (self.tiers.host, self.gpu):
+            if tier is not None:
+                tier.abort = tier.release = lambda slots: None  # type: ignore[method-assign]
+        self.tiers.host.orphan = lambda slots: None  # type: ignore[method-assign]
 
     def _surprised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if not isinstance(context.get("exception"), Killed):
@@ -145,10 +170,15 @@ class World:
     def open(self) -> None:
         """Begin a life."""
         failpoint.disarm()
+        self.fake = FakeCupy()
         self.tiers = open_tiers(self.config)
         assert self.tiers.disk is not None
         self.disk = self.tiers.disk
         self.tiers.arena.prepare()
+        self.gpu = self.tiers.gpus.tier
+        assert (self.gpu is not None) == self.config.gpu.enabled, self.tiers.gpus.reason
+        if self.gpu is not None:
+            self.gpu.pin()
         self.loop.run_until_complete(self._start())
         self.sessions = Sessions(self.store)
 
@@ -161,7 +191,21 @@ class World:
             disk=self.disk,
             mover=self.mover,
             admission=self.config.disk.admission,
+            near=self._near(),
         )
+
+    def _near(self) -> Near | None:
+        """The gpu tier as the daemon has it: every block goes up that an engine uses that has it open."""
+        if self.gpu is None:
+            return None
+        heat, share = Heat(uses=1, window_s=LONG_S), BusShare(1.0, LONG_S)
+        tiers = self.tiers
+        return Near(self.gpu, namespaces=tiers.namespaces, host=tiers.host, mover=self.mover, heat=heat, share=share)
+
+    def on_gpu(self, slot: Slot, size: int) -> bytes:
+        """What an engine that has the gpu tier open finds in a slot of it."""
+        assert self.gpu is not None
+        return bytes(bytes_at(self.gpu._base + slot.offset, size))
 
     def go_wrong(self, what: str) -> None:
         """A later call of the medium fails, in one of the ways of ``MEDIA``."""
@@ -205,11 +249,11 @@ class World:
         self.mover.jobs.clear()
         self.turn()
         self.tiers.close()
+        assert not self.fake.left
 
     def crash(self) -> None:
         """What the kernel does to a process that is killed: its descriptors and maps go, nothing else is done."""
-        host = self.tiers.host
-        host.abort = host.release = host.orphan = lambda slots: None  # type: ignore[method-assign]
+        self._give_nothing_back()
         for task in asyncio.all_tasks(self.loop):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             task.get_coro().close()
@@ -225,7 +269,11 @@ class World:
             os.close(fd)
         arena._lock_fd = table._fd = -1
         table._table.close()
-        host._closed = True
+        self.tiers.host._closed = True
+        if self.gpu is not None:
+            os.close(self.gpu._table._fd)
+            self.gpu._table._table.close()
+            self.gpu._closed = True
 
     def lose_host(self) -> None:
         """Between two lives: the runtime folder is empty, as after a start of the machine."""
