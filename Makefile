@@ -28,7 +28,7 @@ WITH_VLLM = $(sort $(wildcard tests/e2e/test_vllm_*.py))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-cluster serve test test-long test-s3 fuzz faults e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
+.PHONY: help demo demo-cluster serve test test-long soak test-s3 fuzz faults e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test: $(VENV)/dev.stamp  ## all tests that need no model, but the long ones (ARG
 
 test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, and a soak
 	$(BIN)/pytest -m "long and not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+
+soak: $(VENV)/dev.stamp  ## ten minutes of kills, outages and faults at the limits of every tier (ARGS="--minutes 120")
+	$(BIN)/python -m terracekv.tests.soak.run $(ARGS)
 
 test-s3: $(VENV)/dev.stamp  ## the tests with a real S3 server, SeaweedFS
 	$(BIN)/pytest -m s3 $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)

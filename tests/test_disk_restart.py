@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from terracekv.daemon import recovery
-from terracekv.tests.blocks import in_threads, name, put, verified
+from terracekv.tests.blocks import get, in_threads, name, put, verified
 from terracekv.tests.disks import PER_SEGMENT, Disks, crash
 from terracekv.tiers import folder
-from terracekv.tiers.segment import SegmentFiles
+from terracekv.tiers.segment import Record, SegmentFiles
 from terracekv.tiers.tier import PAGE, Outcome
 
 
@@ -160,6 +160,46 @@ def test_a_lost_or_distrusted_catalog_comes_back_from_the_segments(
     with closing(disk.open()) as tier:
         assert not tier.rebuilding
         assert verified(tier, disk.namespace, map(name, range(200))) == 200
+
+
+@pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.parametrize("boot", ["the same", "another"])
+def test_what_a_loss_of_power_tore_is_not_listed_where_nothing_was_synced(
+    disk: Disks, monkeypatch: pytest.MonkeyPatch, boot: str, synced: bool
+) -> None:
+    """A header may be on the medium without its bytes. Where those were synced, or no power was lost, they are there,
+    and are not read once more."""
+
+    def work() -> None:
+        tier = disk.open()
+        for index in range(3 * PER_SEGMENT):
+            put(tier, disk.namespace, name(index))
+        if synced:
+            tier.sync()
+
+    crash(work)
+    with open(disk.files()[0], "r+b") as file:
+        file.seek(PAGE + 100)
+        file.write(bytes(5_000))
+    (disk.path / "catalog" / "data.mdb").unlink()
+    if boot == "another":
+        monkeypatch.setattr(folder, "boot_id", lambda: "another boot")
+    read: list[int] = []
+    real = SegmentFiles.read
+
+    def reading(files: SegmentFiles, number: int, page: int, stored_bytes: int, into: memoryview) -> Record | None:
+        read.append(number)
+        return real(files, number, page, stored_bytes, into)
+
+    monkeypatch.setattr(SegmentFiles, "read", reading)
+    with closing(disk.open()) as tier:
+        whole = tier.rebuild()
+        unsure = boot == "another" and not synced
+        assert whole == 3 * PER_SEGMENT - unsure
+        assert len(read) == (3 * PER_SEGMENT if unsure else PER_SEGMENT if boot == "another" else 0)
+        assert tier.leading(disk.namespace, [name(0)]) == (not unsure)
+        assert get(tier, disk.namespace, name(0))[0] is (Outcome.MISS if unsure else Outcome.DAMAGED)
+        assert verified(tier, disk.namespace, map(name, range(3 * PER_SEGMENT))) == 3 * PER_SEGMENT - 1
 
 
 def test_after_a_clean_end_a_restart_of_the_machine_costs_no_scan(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:

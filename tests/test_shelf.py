@@ -54,6 +54,21 @@ def test_room_is_given_out_once_and_taken_back_only_at_the_end(tmp_path: Path) -
     shelf.check()
 
 
+def test_what_is_written_while_a_sync_runs_is_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = shelf_for(tmp_path, 3)
+    assert shelf.advance()
+    synced: list[int] = []
+    monkeypatch.setattr(shelf.files, "sync", synced.append)
+    room = shelf.take(10)
+    assert room is not None
+    assert shelf.sync() == 1 and synced == [1], "somebody writes in segment 1"
+    shelf.done(*room, 10, used=True)
+    assert shelf.advance()
+    assert shelf.settled() == 1, "segment 1 is full, and not synced as it is now"
+    assert shelf.sync() == 2 and synced == [1, 1]
+    assert shelf.sync() == 2 and synced == [1, 1], "nothing was written since"
+
+
 def test_a_segment_with_readers_or_writers_is_no_victim(shelf: Shelf) -> None:
     assert shelf.pin(1) is oldest(shelf)
     assert shelf.victim() is None, "the other one is active"

@@ -217,6 +217,13 @@ class SegmentFiles:
             )
         failpoint("segment.written")
 
+    def erase(self, number: int, page: int) -> None:
+        """Let no record start at ``page`` any more, nor after a loss of power: for one whose bytes are not there."""
+        header = self._staging.header
+        header[:] = bytes(PAGE)
+        self._io(number, os.O_WRONLY, os.pwritev, [header], page * PAGE)
+        self.sync(number)
+
     def read(self, number: int, page: int, stored_bytes: int, into: memoryview) -> Record | None:
         """Read the record at ``page`` and its ``stored_bytes`` into ``into``; nothing is verified but the header.
 

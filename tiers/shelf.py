@@ -8,6 +8,7 @@ I/O of blocks or a call of the catalog. Called by the disk tier from any thread.
     pages   | 0 .. cursor: taken by writers                  cursor .. size: free                  |
 """
 
+import contextlib
 import errno
 import os
 import threading
@@ -321,12 +322,16 @@ class Shelf:
             except OSError:
                 segment.unsynced = segment.doubtful = True
                 raise
+        for number, _ in self.spares():  # what they held is not listed, but a rebuild would find it
+            with contextlib.suppress(FileNotFoundError):
+                self.files.sync(number)
         return self.settled()
 
     def settled(self) -> int:
         """Segments below this number will not change any more, and are on the medium."""
         with self._lock:
             open = [s.number for s in self._table.values() if s is self._active or s.writers or s.unsynced]
+            open += [self._draining.number] if self._draining else []
             return min(open, default=self._next_number)
 
     def check(self) -> None:

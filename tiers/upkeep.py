@@ -129,6 +129,8 @@ class Rebuild:
         entry = Entry(namespace.stamp, record.generation, page, *sizes, record.checksum, record.codec)
         unsure = self._unsure_from is not None and record.generation >= self._unsure_from
         if unsure and not self._is_whole(replace(namespace, block_bytes=record.payload_bytes), record.id, entry):
+            # The next rebuild may take this segment for sure.
+            self._shelf.files.erase(entry.segment, page)
             return None
         return record.id, entry
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from terracekv.tests.blocks import get, name, payload_of
 from terracekv.tests.disks import Disks
 from terracekv.tiers import folder as folders
+from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.tier import Outcome
 
 COMPILER = shutil.which("gcc") or shutil.which("cc")
@@ -225,26 +227,45 @@ def required(medium: Medium, after: Sequence[dict[str, Any]]) -> set[int]:
     return wanted
 
 
+@contextmanager
+def opened(image: Path, boot: str) -> Iterator[tuple[Disks, DiskTier]]:
+    """A tier on a folder, in a start of the machine that has this name."""
+    folders.boot_id = lambda: boot
+    disk = Disks(image)
+    with closing(disk.open(CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, direct="off")) as tier:
+        tier.rebuild()
+        tier.check()
+        yield disk, tier
+
+
+def read(disk: Disks, tier: DiskTier, blocks: int) -> set[int]:
+    """The blocks that are listed, each of which is right."""
+    came_back = set()
+    for index in range(blocks):
+        listed = tier.leading(disk.namespace, [name(index)]) == 1
+        outcome, came = get(tier, disk.namespace, name(index))
+        assert listed == (outcome is Outcome.HIT), f"block {index} is listed {listed}, and is {outcome}"
+        assert not listed or came == payload_of(name(index), disk.namespace.id), f"block {index} is wrong"
+        if listed:
+            came_back.add(index)
+    return came_back
+
+
 def examine(image: Path, wanted: set[int], blocks: int, found: Found) -> None:
-    """Open what is left as the next daemon would, after the machine has been started again."""
-    before, folders.boot_id = folders.boot_id, lambda: "another"
+    """Open what is left as the next daemon would, after the machine has been started again; sync, and once more."""
+    before, again = folders.boot_id, image.with_name("again")
     try:
-        disk = Disks(image)
-        tier = disk.open(CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, direct="off")
-        try:
-            tier.rebuild()
-            tier.check()
-            for index in range(blocks):
-                listed = tier.leading(disk.namespace, [name(index)]) == 1
-                outcome, came = get(tier, disk.namespace, name(index))
-                assert listed == (outcome is Outcome.HIT), f"block {index} is listed {listed}, and is {outcome}"
-                assert not listed or came == payload_of(name(index), disk.namespace.id), f"block {index} is wrong"
-                assert listed or index not in wanted, f"block {index} was synced and is lost"
-                found.listed += listed
-        finally:
-            tier.close()
+        with opened(image, "another") as (disk, tier):
+            came_back = read(disk, tier, blocks)
+            tier.sync()
+            shutil.copytree(image, again)
+        assert wanted <= came_back, f"blocks {sorted(wanted - came_back)} were synced and are lost"
+        with opened(again, "yet another") as (disk, tier):
+            assert read(disk, tier, blocks) == came_back, "another loss of power took what was synced"
     finally:
         folders.boot_id = before
+        shutil.rmtree(again, ignore_errors=True)
+    found.listed += len(came_back)
     found.images += 1
     found.required += len(wanted)
 

@@ -29,7 +29,7 @@ from terracekv.tests.crash.rounds import census
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.seaweed import Seaweed, seaweed
 from terracekv.tests.soak.census import books_faults, counts, idle_faults, reader_faults, slope_per_min
-from terracekv.tests.soak.engines import IDENTITIES, chain_of
+from terracekv.tests.soak.engines import CHAINS, IDENTITIES, chain_of
 
 PROCESSES = 3
 TROUBLE_SHARE = 0.6
@@ -181,8 +181,14 @@ class Soak:
             return False
 
     def _quiet(self, end: float) -> None:
-        """One life; its memory over the second half of it."""
+        """One life; its memory over the second half of it. Every prompt is asked for at its start: tables of what is
+        known of blocks have a fixed size, of which the kernel gives a page when something is first noted there."""
         self._live("")
+        for who in IDENTITIES:
+            for shard, client in enumerate(who.clients(self.daemon)):
+                with client:
+                    for seed in range(CHAINS):
+                        client.get(chain_of(client, seed), shard)
         half = (time.monotonic() + end) / 2
         samples = []
         while time.monotonic() < end:
