@@ -1,7 +1,8 @@
 """Block bytes over HTTP: streamed between a connection and the arena, never collected on the way.
 
 Owns no state: a download holds a lease, an upload a reserved slot, both for as long as the request lasts. Called by
-``http_door`` on the event loop. Imports aiohttp, ``http_messages``, ``store`` and ``tiers``.
+``http_door`` on the event loop. Imports aiohttp, ``http_bodies``, ``http_messages``, ``store`` and
+``tiers``.
 
 A block is uploaded into its slot piece by piece and becomes findable at its commit; whatever ends the upload before
 that gives the slot back.
@@ -12,18 +13,8 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from terracekv.daemon.http_messages import (
-    Done,
-    Problem,
-    Stored,
-    go_ahead,
-    next_piece,
-    parse_key,
-    refuse_encoded,
-    reply,
-    too_large,
-    waits_for_leave,
-)
+from terracekv.daemon.http_bodies import go_ahead, next_piece, refuse_encoded, waits_for_leave
+from terracekv.daemon.http_messages import Done, Problem, Stored, parse_key, reply, too_large
 from terracekv.daemon.store import COMMIT_S, Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum

@@ -1,7 +1,7 @@
 """Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, sync, events.
 
 Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
-``http_messages``, ``store``, ``tasks`` and ``tiers``.
+``http_bodies``, ``http_messages``, ``store``, ``tasks`` and ``tiers``.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from aiohttp import web
 
 from terracekv.daemon import tasks
 from terracekv.daemon.http_blocks import find_namespace
+from terracekv.daemon.http_bodies import Bodies
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
-    Bodies,
     Chain,
     Done,
     FirstMiss,

@@ -21,6 +21,7 @@ MAY_IMPORT = {
 LIBRARIES = {
     "aiohttp": {
         "daemon/http_blocks.py",
+        "daemon/http_bodies.py",
         "daemon/http_door.py",
         "daemon/http_messages.py",
         "daemon/http_queries.py",
@@ -37,6 +38,7 @@ LIBRARIES = {
         "daemon/config_s3.py",
         "daemon/doctor_trial.py",
         "daemon/engine_door.py",
+        "daemon/http_bodies.py",
         "daemon/http_messages.py",
         "daemon/http_queries.py",
         "daemon/http_routes.py",

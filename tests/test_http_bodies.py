@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from terracekv.daemon import http_messages
-from terracekv.daemon.http_messages import BODIES_BYTES_MAX, BODY_BYTES_MAX, KEYS_MAX
+from terracekv.daemon import http_bodies
+from terracekv.daemon.http_bodies import BODIES_BYTES_MAX
+from terracekv.daemon.http_messages import BODY_BYTES_MAX, KEYS_MAX
 from terracekv.tests.people import BLOCK_BYTES, MODEL, People, keys_of, served, until, url, whole
 
 HEAD = "POST /v1/lookup HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
@@ -136,7 +137,7 @@ async def test_a_body_above_the_limit_is_413_with_both_numbers(people: People) -
 
 @served()
 async def test_a_body_that_grows_above_the_limit_is_413(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_messages, "BODY_BYTES_MAX", 1 << 17)
+    monkeypatch.setattr(http_bodies, "BODY_BYTES_MAX", 1 << 17)
 
     async def parts() -> Any:
         for _ in range(3):
@@ -151,7 +152,7 @@ async def test_a_body_that_grows_above_the_limit_is_413(people: People, monkeypa
 async def test_large_bodies_wait_for_one_another(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bodies under way are bounded in bytes together, or many clients could take all memory."""
     people.register()
-    monkeypatch.setattr(http_messages, "BODIES_BYTES_MAX", 300_000)
+    monkeypatch.setattr(http_bodies, "BODIES_BYTES_MAX", 300_000)
     assert BODIES_BYTES_MAX >= BODY_BYTES_MAX
     body = json.dumps({"namespace": MODEL, "tokens": [123456] * 25_000}).encode()
     assert 150_000 < len(body) < 300_000
@@ -176,7 +177,7 @@ async def test_large_bodies_wait_for_one_another(people: People, monkeypatch: py
 
 @served()
 async def test_a_slow_body_gives_up_its_place(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_messages, "BODY_S_MAX", 0.05)
+    monkeypatch.setattr(http_bodies, "BODY_S_MAX", 0.05)
     reader, writer = await people.connect()
     writer.write(
         b"POST /v1/lookup HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 99999\r\n\r\n{"

@@ -392,8 +392,7 @@ class Catalog:
         """Whether the map is larger than ``seen_bytes`` now."""
         with self._gate.alone():
             if self.map_bytes == seen_bytes and self._open:
-                wanted = self.next_map_bytes
-                if not (self._may_grow(wanted) or unasked):
+                if not (self._may_grow(wanted := self.next_map_bytes) or unasked):
                     return False
                 self._environment.set_mapsize(wanted)
                 os.truncate(self._data, wanted)
