@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from terracekv.daemon.protocol import Slot, Welcome
 from terracekv.kernels.pages import populate
@@ -27,14 +27,21 @@ _FLOCK = struct.Struct("hhqqi4x")
 class Arena:
     """Mappings of one arena. Kept across sessions as long as the daemon goes on with the same files."""
 
-    def __init__(self, welcome: Welcome) -> None:
+    def __init__(self, welcome: Welcome, handed: list[int] | None = None, *, write: bool = True) -> None:
+        """``handed`` are the descriptors of both files that came with Welcome, ours from now on; without them the files
+        are opened by name. Without ``write`` the arena is mapped for reading."""
         self._files = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
-            self._arena_fd = os.open(welcome.arena, os.O_RDWR | os.O_CLOEXEC)
-            undo.callback(os.close, self._arena_fd)
-            self._slots_fd = os.open(welcome.slots, os.O_RDONLY | os.O_CLOEXEC)
-            undo.callback(os.close, self._slots_fd)
-            self._arena = mmap.mmap(self._arena_fd, welcome.arena_bytes)
+            for file in handed or ():
+                undo.callback(os.close, file)
+            if handed is None or len(handed) != 2:
+                handed = [os.open(welcome.arena, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)]
+                undo.callback(os.close, handed[0])
+                handed.append(os.open(welcome.slots, os.O_RDONLY | os.O_CLOEXEC))
+                undo.callback(os.close, handed[1])
+            self._arena_fd, self._slots_fd = handed
+            prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+            self._arena = mmap.mmap(self._arena_fd, welcome.arena_bytes, prot=prot)
             self._slots = mmap.mmap(self._slots_fd, welcome.slots_bytes, prot=mmap.PROT_READ)
             self._files = undo.pop_all()
         self.view = memoryview(self._arena)
@@ -42,18 +49,20 @@ class Arena:
         self._locked: int | None = None
         self._stop = threading.Event()
         self._prefault = threading.Thread(target=self._populate, name="terracekv-prefault", daemon=True)
-        self._prefault.start()
+        if write:
+            self._prefault.start()
         self._detach: Callable[[], None] | None = None
 
     def attach(self, attach: Attach) -> None:
         """Tell of this mapping. At most once."""
         self._detach = attach(self.view)
 
-    def serves(self, welcome: Welcome) -> bool:
+    def serves(self, welcome: Welcome, handed: Sequence[int] = ()) -> bool:
         """Whether these mappings are those that another Welcome names: the same files, not just the same paths."""
-        for fd, path in ((self._arena_fd, welcome.arena), (self._slots_fd, welcome.slots)):
+        others: Sequence[int | str] = handed if len(handed) == 2 else (welcome.arena, welcome.slots)
+        for fd, other in zip((self._arena_fd, self._slots_fd), others, strict=True):
             try:
-                if not os.path.samestat(os.fstat(fd), os.stat(path)):
+                if not os.path.samestat(os.fstat(fd), os.stat(other)):
                     return False
             except OSError:
                 return False
@@ -88,7 +97,8 @@ class Arena:
     def close(self) -> None:
         """Unmap. Nobody copies any more."""
         self._stop.set()
-        self._prefault.join()
+        if self._prefault.is_alive():
+            self._prefault.join()
         if self._detach is not None:
             self._detach()
             self._detach = None

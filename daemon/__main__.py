@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from terracekv.daemon.access import Access
 from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
@@ -81,6 +82,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     assert config.daemon.queue is not None
+    access = Access(config)
     mover = Mover(threads=config.daemon.io_threads, queue_bytes=config.daemon.queue)
     background = _background(tiers)
     far = _distant(config, tiers)
@@ -100,9 +102,12 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         table=tiers.table,
         arena=tiers.arena.path,
         secret=tiers.secret,
+        access=access,
         gpus=tiers.gpus,
     )
-    http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus)
+    http = HttpDoor(
+        store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus, access=access
+    )
     probing = None
     try:
         if tiers.s3 is not None:
@@ -116,15 +121,12 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         raise
     for thread in background:
         thread.start()
-    keeper = loop.create_task(_keep_house(store, engine, http))
+    loop.add_signal_handler(signal.SIGHUP, _reread, access, engine, True)
+    keeper = loop.create_task(_keep_house(store, engine, http, access))
     gc.collect()
     gc.freeze()  # what lives from here on is small; what was loaded need not be looked at again and again
     doors = " and ".join(filter(None, (str(engine.path), str(http.path), config.daemon.http)))
     log.info("ready after %.0f ms: %s", (time.monotonic() - started) * 1e3, doors)
-    if tiers.arena.filesystem != "tmpfs":
-        log.warning(
-            "%s is %s, not tmpfs: the host tier is no faster than that", engine.path.parent, tiers.arena.filesystem
-        )
     await stop.wait()
     log.info("stopping: taking no more work")
     keeper.cancel()  # the doors' files are gone from now on because we remove them
@@ -156,6 +158,9 @@ def _background(tiers: Tiers) -> list[threading.Thread]:
 
 def _prepare(tiers: Tiers) -> None:
     """In a thread: give the arena its pages, and then let the GPU copy to and from them without a detour."""
+    if tiers.arena.filesystem != "tmpfs":
+        folder, kind = tiers.arena.path.parent, tiers.arena.filesystem
+        log.warning("%s is %s, not tmpfs: the host tier is no faster than that", folder, kind)
     tiers.gpus.watch()
     tiers.arena.prepare()
     if tiers.gpus.tier is not None:
@@ -223,12 +228,19 @@ async def _end_distant(tiers: Tiers, store: Store) -> None:
         store.far.close()
 
 
-async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor) -> None:
+def _reread(access: Access, engine: EngineDoor, force: bool = False) -> None:
+    """Tokens and tenants may have changed: with them who may go on, and how much each may keep."""
+    if access.refresh(force=force):
+        engine.end_unknown()
+
+
+async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: Access) -> None:
     """What must happen now and then without anybody asking."""
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
         try:
             await store.keep_house()
+            _reread(access, engine)
             gone = engine.missing()
             if gone and "engine door" not in http.not_ready:
                 reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"

@@ -1,7 +1,7 @@
 """Block bytes over HTTP: streamed between a connection and the arena, never collected on the way.
 
 Owns no state: a download holds a lease, an upload a reserved slot, both for as long as the request lasts. Called by
-``http_door`` on the event loop. Imports aiohttp, ``http_messages``, ``store`` and ``tiers``.
+``http_door`` on the event loop. Imports aiohttp, ``http_gate``, ``http_messages``, ``naming``, ``store`` and ``tiers``.
 
 A block is uploaded into its slot piece by piece and becomes findable at its commit; whatever ends the upload before
 that gives the slot back.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
+from terracekv.daemon.http_gate import tenant_of
 from terracekv.daemon.http_messages import (
     Done,
     Problem,
@@ -24,6 +25,7 @@ from terracekv.daemon.http_messages import (
     too_large,
     waits_for_leave,
 )
+from terracekv.daemon.naming import find_namespace
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
@@ -46,18 +48,6 @@ TIER = "X-TerraceKV-Tier"
 ALGORITHM = "xxh3-64"
 
 
-def find_namespace(store: Store, name: str) -> Namespace:
-    """See ``Store.resolve``; a whole id is looked up at once."""
-    if len(name) == 64:
-        try:
-            found = store.namespaces.get(bytes.fromhex(name))
-        except ValueError:
-            found = None
-        if found is not None:
-            return found
-    return store.resolve(name)
-
-
 class Blocks:
     """GET, HEAD, PUT and DELETE of one shard of a block."""
 
@@ -66,7 +56,7 @@ class Blocks:
 
     async def get(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Bring the block into host if need be and stream it from there."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
         tier = self._store.holder(namespace, id) or "host"
         slot = await self._lease(namespace, id)
@@ -79,7 +69,7 @@ class Blocks:
 
     async def head(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Whether it is here, and in which tier. Does not count as a use of the block."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
         tier = self._store.holder(namespace, id)
         if tier is None:
@@ -89,7 +79,7 @@ class Blocks:
 
     async def put(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Stream a block into host. 201 when it was stored, 200 when it was there already."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         refuse_encoded(request)
         wanted = _wanted_checksum(request)
         durable = _flag(request, "durable")
@@ -115,7 +105,7 @@ class Blocks:
 
     async def delete(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Forget the block in every tier. Idempotent; whoever reads it may finish."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         counts = await self._store.delete(namespace, [id])
         done = {tier: {"deleted": count} for tier, count in counts.items()}
         skipped = {f"{tier}_unreachable": 1 for tier in self._store.tiers if tier not in counts}
@@ -123,8 +113,8 @@ class Blocks:
             skipped["absent"] = 1
         return reply(request, Done(namespace.id.hex(), 1, done, skipped))
 
-    def _target(self, names: Mapping[str, str]) -> tuple[Namespace, bytes]:
-        namespace = find_namespace(self._store, names["ns"])
+    def _target(self, request: web.BaseRequest, names: Mapping[str, str]) -> tuple[Namespace, bytes]:
+        namespace = find_namespace(self._store.namespaces, names["ns"], tenant_of(request))
         if not namespace.registered:
             raise NotFound(
                 f"namespace {namespace.id.hex()[:16]} is known from stored blocks only, not what its blocks are",

@@ -1,7 +1,7 @@
 """The status document: everything that the daemon knows about itself, as plain data.
 
 Owns nothing; reads the store, the sessions and the settings. Called by the people's door on the event loop; no call in
-here waits for I/O. Imports ``config``, ``sessions``, ``store`` and ``tiers``.
+here waits for I/O. Imports ``access``, ``config``, ``sessions``, ``store`` and ``tiers``.
 """
 
 import os
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from terracekv.daemon.access import Access
 from terracekv.daemon.below import Lower
 from terracekv.daemon.config import Config, describe, version
 from terracekv.daemon.distant import Distant
@@ -31,6 +32,7 @@ def status_document(
     not_ready: list[str],
     requests: int,
     gpus: Gpus,
+    access: Access,
 ) -> dict[str, Any]:
     """All of it. ``started`` is of ``time.monotonic``; ``requests`` are those under way over HTTP."""
     return {
@@ -55,12 +57,26 @@ def status_document(
         "gpus": [{"uuid": gpu.uuid, **gpu.readings, "reasons": gpu.reasons} for gpu in gpus.survey.gpus],
         "gpus_reason": gpus.survey.reason,
         "sessions": [_session(session) for session in sessions.open.values()],
+        "access": access.report(),
         "config": describe(config),
     }
 
 
-def namespaces_document(store: Store) -> list[dict[str, Any]]:
-    """Every namespace ever met here. ``registered`` is false for one known from stored blocks only."""
+def tenant_document(store: Store, sessions: Sessions, tenant: str, *, not_ready: list[str]) -> dict[str, Any]:
+    """What a tenant may know: its own part of it, and whether the daemon is ready."""
+    mine = [session for session in sessions.open.values() if session.namespace.tenant == tenant]
+    return {
+        "version": version(),
+        "ready": not not_ready,
+        "tenant": tenant,
+        "namespaces": namespaces_document(store, tenant),
+        "sessions": [_session(session) for session in mine],
+    }
+
+
+def namespaces_document(store: Store, tenant: str = "") -> list[dict[str, Any]]:
+    """Every namespace ever met here, or those of a tenant. ``registered`` is false for one known from stored blocks
+    only."""
     return [
         {
             "namespace_id": namespace.id.hex(),
@@ -73,8 +89,10 @@ def namespaces_document(store: Store) -> list[dict[str, Any]]:
             "block_tokens": namespace.block_tokens,
             "block_bytes": namespace.block_bytes,
             "shards": namespace.shards,
+            "tenant": namespace.tenant or None,
         }
         for namespace in store.namespaces
+        if tenant in ("", namespace.tenant)
     ]
 
 
@@ -123,6 +141,10 @@ def _session(session: Session) -> dict[str, Any]:
         "session": session.number,
         "engine": session.engine,
         "pid": session.pid,
+        "peer": {"pid": peer.pid, "uid": peer.uid, "gid": peer.gid} if (peer := session.peer) else None,
+        "caller": session.caller.name if session.caller else None,
+        "tenant": session.namespace.tenant or None,
+        "access": "write" if session.may_write else "read",
         "age_s": round(time.time() - session.since, 3),
         "namespace_id": session.namespace.id.hex(),
         "model": session.namespace.model,

@@ -23,7 +23,6 @@ from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.errors import BadRequest, NotFound
 from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
@@ -126,21 +125,6 @@ class Store:
     def holder(self, namespace: Namespace, id: bytes) -> str | None:
         """The uppermost tier that is known to have a block. Does not count as a use of it."""
         return next((name for name, tier in self.tiers.items() if tier.leading(namespace, [id])), None)
-
-    def resolve(self, name: str) -> Namespace:
-        """A namespace by its id in hex, a unique prefix of it (8 digits or more), or a model name only it bears."""
-        matches = [n for n in self.namespaces if n.model == name]
-        if not matches and len(name) >= 8:
-            matches = [n for n in self.namespaces if n.id.hex().startswith(name.lower())]
-        if len(matches) > 1:
-            ids = ", ".join(n.id.hex()[:16] for n in matches)
-            raise BadRequest(f"{len(matches)} namespaces are called {name!r}", f"name one by its id: {ids}")
-        if not matches:
-            raise NotFound(
-                f"no namespace {name!r}",
-                "GET /v1/namespaces lists those that engines have registered; a prefix of an id needs 8 digits",
-            )
-        return matches[0]
 
     def lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> Found:
         """How many leading blocks are present, whole (all their shards), and from where, as far as is known here.

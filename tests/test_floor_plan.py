@@ -22,6 +22,7 @@ LIBRARIES = {
     "aiohttp": {
         "daemon/http_blocks.py",
         "daemon/http_door.py",
+        "daemon/http_gate.py",
         "daemon/http_messages.py",
         "daemon/http_queries.py",
         "daemon/http_routes.py",
@@ -32,7 +33,9 @@ LIBRARIES = {
     "lmdb": {"tiers/catalog.py"},
     "msgspec": {
         "connector/connection.py",
+        "daemon/access_file.py",
         "daemon/config.py",
+        "daemon/config_access.py",
         "daemon/config_gpu.py",
         "daemon/config_s3.py",
         "daemon/doctor_trial.py",

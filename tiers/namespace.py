@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from terracekv.tiers.errors import BadRequest, Damaged
 from terracekv.tiers.failpoint import failpoint
@@ -26,7 +27,8 @@ class Namespace:
     """A snapshot: compare ``stamp`` to know whether bytes belong to this namespace *and* its present epoch.
 
     ``number`` is small, unique in this state folder and never reused. ``block_tokens`` (tokens), ``shards`` and
-    ``block_bytes`` (bytes of one shard of a block) are 0 while a namespace is known from its records only.
+    ``block_bytes`` (bytes of one shard of a block) are 0 while a namespace is known from its records only. ``tenant``
+    is whose it is, "" for nobody's in particular; a namespace known from its records only is nobody's.
     """
 
     id: bytes
@@ -39,6 +41,7 @@ class Namespace:
     block_tokens: int = 0
     shards: int = 0
     block_bytes: int = 0
+    tenant: str = ""
 
     @property
     def stamp(self) -> int:
@@ -144,7 +147,7 @@ class Namespaces:
             ) from error
 
     def _write(self, by_id: dict[bytes, Namespace]) -> None:
-        rows = [asdict(n) | {"id": n.id.hex(), "layout": n.layout.hex()} for n in by_id.values()]
+        rows = [_row(n) for n in by_id.values()]
         content = {"format": FORMAT, "identity": self.identity, "namespaces": rows}
         fresh = self._path.with_suffix(".new")
         with open(fresh, "w") as file:
@@ -159,3 +162,11 @@ class Namespaces:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _row(namespace: Namespace) -> dict[str, Any]:
+    """As it is written; without a tenant as versions before tenants had names read it."""
+    row = asdict(namespace) | {"id": namespace.id.hex(), "layout": namespace.layout.hex()}
+    if not namespace.tenant:
+        del row["tenant"]
+    return row
