@@ -96,6 +96,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         far=far,
         near=_near(config, tiers, mover),
     )
+    _set_quotas(access, store)
     engine = EngineDoor(
         config.daemon.runtime_dir / "engine.sock",
         store=store,
@@ -121,7 +122,6 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         raise
     for thread in background:
         thread.start()
-    loop.add_signal_handler(signal.SIGHUP, _reread, access, engine, True)
     keeper = loop.create_task(_keep_house(store, engine, http, access))
     gc.collect()
     gc.freeze()  # what lives from here on is small; what was loaded need not be looked at again and again
@@ -231,11 +231,19 @@ async def _end_distant(tiers: Tiers, store: Store) -> None:
 def _reread(access: Access, engine: EngineDoor, force: bool = False) -> None:
     """Tokens and tenants may have changed: with them who may go on, and how much each may keep."""
     if access.refresh(force=force):
+        _set_quotas(access, engine.store)
         engine.end_unknown()
 
 
+def _set_quotas(access: Access, store: Store) -> None:
+    """A tenant that holds more than it may now gives way with its next block."""
+    for name, shares in store.shares.items():
+        shares.limits = access.table.quotas[name]
+
+
 async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: Access) -> None:
-    """What must happen now and then without anybody asking."""
+    """What must happen now and then without anybody asking, and what SIGHUP asks for."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reread, access, engine, True)
     while True:
         await asyncio.sleep(HOUSEKEEPING_S)
         try:

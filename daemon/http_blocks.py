@@ -93,7 +93,7 @@ class Blocks:
             await _skip(request, namespace.block_bytes)
             outcome, digest = slot, None
         else:
-            raise self._full(namespace)
+            raise self._full(namespace, slot)
         if outcome is Outcome.STALE:
             raise Problem(
                 409, "stale", "the namespace was flushed during the upload", "compute the block anew; its bytes are old"
@@ -137,8 +137,8 @@ class Blocks:
             ) from None
         if isinstance(result, Slot):
             return result
-        if result is Outcome.FULL:
-            raise self._full(namespace)
+        if result in (Outcome.FULL, Outcome.QUOTA):
+            raise self._full(namespace, result)
         if result is Outcome.FAILED:
             errors = [error for lower in self._store.below if (error := lower.tier.status().last_error)]
             raise TierDown(f"the block could not be read: {'; '.join(errors) or 'see the log'}", "treat it as a miss")
@@ -180,7 +180,9 @@ class Blocks:
                 tier=tier.name,
             )
 
-    def _full(self, namespace: Namespace) -> TierFull:
+    def _full(self, namespace: Namespace, why: Outcome) -> TierFull | Problem:
+        if why is Outcome.QUOTA:
+            return _over_quota(self._store, namespace)
         status = self._store.host.status()
         return TierFull(
             "host",
@@ -188,6 +190,23 @@ class Blocks:
             status.capacity_bytes - status.used_bytes,
             "every block that is left is leased, pinned or being written: release, unpin, or raise host.size",
         )
+
+
+def _over_quota(store: Store, namespace: Namespace) -> Problem:
+    """507 with the tenant's numbers."""
+    shares = store.host.shares
+    tenant, limit = shares.tenant(namespace.id), shares.limit(namespace.id) or 0
+    needed, used = slot_bytes_for(namespace.block_bytes), shares.of(tenant)
+    return Problem(
+        507,
+        "quota",
+        f"tenant {tenant} may hold {limit} bytes of host and holds {used}; {needed} more are needed",
+        "all that is left of its own is leased, pinned or being written: release, unpin, or raise its quota",
+        tier="host",
+        needed_bytes=needed,
+        used_bytes=used,
+        limit_bytes=limit,
+    )
 
 
 async def _fill(room: memoryview, request: web.BaseRequest) -> None:

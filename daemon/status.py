@@ -6,7 +6,7 @@ here waits for I/O. Imports ``access``, ``config``, ``sessions``, ``store`` and 
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -57,6 +57,7 @@ def status_document(
         "gpus": [{"uuid": gpu.uuid, **gpu.readings, "reasons": gpu.reasons} for gpu in gpus.survey.gpus],
         "gpus_reason": gpus.survey.reason,
         "sessions": [_session(session) for session in sessions.open.values()],
+        "tenants": tenants_document(store, access.table.tenants),
         "access": access.report(),
         "config": describe(config),
     }
@@ -69,9 +70,26 @@ def tenant_document(store: Store, sessions: Sessions, tenant: str, *, not_ready:
         "version": version(),
         "ready": not not_ready,
         "tenant": tenant,
+        "tiers": tenants_document(store, (tenant,))[0]["tiers"],
         "namespaces": namespaces_document(store, tenant),
         "sessions": [_session(session) for session in mine],
     }
+
+
+def tenants_document(store: Store, tenants: Sequence[str]) -> list[dict[str, Any]]:
+    """What each tenant's blocks take of the tiers that can be shared out, and how much they may; None is no limit."""
+    held = {name: shares.by_tenant() for name, shares in store.shares.items()}
+    limits = {name: shares.limits for name, shares in store.shares.items()}
+    return [
+        {
+            "tenant": tenant,
+            "tiers": {
+                name: {"used_bytes": held[name].get(tenant, 0), "limit_bytes": limits[name].get(tenant)}
+                for name in held
+            },
+        }
+        for tenant in tenants
+    ]
 
 
 def namespaces_document(store: Store, tenant: str = "") -> list[dict[str, Any]]:

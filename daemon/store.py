@@ -23,10 +23,12 @@ from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.disk_shares import DiskShares
 from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.shares import Shares
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Miss, Outcome, Tier
 
@@ -121,6 +123,13 @@ class Store:
         """Configured tiers by name, from the top down."""
         upper: dict[str, Tier] = {self.near.name: self.near.tier} if self.near is not None else {}
         return upper | {"host": self.host} | {lower.name: lower.tier for lower in self.below}
+
+    @property
+    def shares(self) -> dict[str, Shares | DiskShares]:
+        """The books of who holds how much, of the tiers that can be shared out."""
+        near = {self.near.name: self.near.gpu.shares} if self.near is not None else {}
+        disk = {self.disk.name: self.disk.shares} if self.disk is not None else {}
+        return near | {"host": self.host.shares} | disk
 
     def holder(self, namespace: Namespace, id: bytes) -> str | None:
         """The uppermost tier that is known to have a block. Does not count as a use of it."""
@@ -245,7 +254,7 @@ class Store:
         """Slots to write for what is not in host: see ``HostTier.reserve``."""
         slots = self.host.reserve(namespace, ids, session)
         self._touched(namespace, [id for id, slot in zip(ids, slots, strict=True) if slot is Outcome.PRESENT])
-        self.stats.refused_reservations += sum(slot is Outcome.FULL for slot in slots)
+        self.stats.refused_reservations += sum(slot in (Outcome.FULL, Outcome.QUOTA) for slot in slots)
         return slots
 
     async def commit(
@@ -343,7 +352,7 @@ class Store:
     def _left_host(self, namespace: Namespace, ids: list[bytes], reason: str) -> None:
         """Called under the host tier's lock, from any thread."""
         for id in ids:
-            if reason != "capacity":
+            if reason not in ("capacity", "quota"):
                 self._evicted.discard(id)
                 continue
             self._evicted.add(id)

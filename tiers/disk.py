@@ -1,9 +1,9 @@
 """The disk tier: a log of segments, with the catalog as its index.
 
 Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file. Called by the daemon's worker threads;
-``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``coder``, ``disk_record``, ``entry``,
-``errors``, ``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``, ``tier`` and
-``upkeep``.
+``leading`` and ``status`` also on its event loop. Imports ``catalog``, ``coder``, ``disk_record``, ``disk_shares``,
+``entry``, ``errors``, ``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``, ``shelf``,
+``tier`` and ``upkeep``.
 
 A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
 there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
@@ -22,6 +22,7 @@ from terracekv.tiers import upkeep
 from terracekv.tiers.catalog import MAP_STEP_BYTES, Catalog
 from terracekv.tiers.coder import Stored
 from terracekv.tiers.disk_record import DiskRecords
+from terracekv.tiers.disk_shares import DiskShares
 from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
@@ -94,6 +95,7 @@ class DiskTier:
         try:
             self._files = files
             self._records = DiskRecords(files, codec)
+            self.shares = DiskShares(self._catalog, self._namespaces, self._ledger)
             self._shelf = Shelf(
                 files,
                 segment_bytes=segment_bytes,
@@ -172,8 +174,11 @@ class DiskTier:
         try:
             if self._listed(namespace.stamp, id):
                 return Outcome.PRESENT
-            with self._records.stored(namespace, payload) as stored:
-                return self._append(namespace, id, stored, checksum)
+            with (
+                self._records.stored(namespace, payload) as stored,
+                self.shares.admitted(namespace, (1 + pages_of(stored.size)) * PAGE) as fits,
+            ):
+                return self._append(namespace, id, stored, checksum) if fits else self._over_quota(namespace)
         except (OSError, TierDown) as error:
             self._failed(error)
             return Outcome.FAILED
@@ -290,6 +295,11 @@ class DiskTier:
             return True
         self._catalog.forget([(id, entry.segment, entry.page)])
         return False
+
+    def _over_quota(self, namespace: Namespace) -> Outcome:
+        tenant, limit = self.shares.tenant(namespace.id), self.shares.limit(namespace.id)
+        self._ledger.last_error = f"a block is more than tenant {tenant} may hold of disk: {limit} bytes"
+        return Outcome.QUOTA
 
     def _append(self, namespace: Namespace, id: bytes, stored: Stored, checksum: int) -> Outcome:
         pages = 1 + pages_of(stored.size)

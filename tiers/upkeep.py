@@ -5,6 +5,7 @@ Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threa
 """
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from terracekv.tiers.catalog import Catalog
@@ -99,7 +100,7 @@ def drop_stale(catalog: Catalog, namespace: Namespace) -> int:
 def check_entries(catalog: Catalog, shelf: Shelf) -> None:
     """AssertionError unless every entry names a record that lies whole in its segment and bears its name."""
     segments = {segment.number: segment for segment in shelf.segments()}
-    listed = 0
+    listed, taken = 0, Counter[int]()
     for rows in catalog.walk():
         for id, entry in rows:
             assert entry is not None, f"the entry of {id.hex()} contradicts its check"
@@ -112,9 +113,12 @@ def check_entries(catalog: Catalog, shelf: Shelf) -> None:
             meant = (id, entry.segment, entry.stamp & 0xFFFFFFFF, entry.codec, entry.stored_bytes, entry.checksum)
             assert said == meant, f"the record of {id.hex()} is {said}, the catalog says {meant}"
             listed += 1
+            taken[entry.stamp >> 32] += entry.record_bytes
     held = sum(count_held(catalog, number) for number in segments)
     assert held == listed, f"{listed} blocks are listed, {held} are known by their places"
     assert listed == catalog.count()
+    counted = catalog.bytes_by_namespace()
+    assert counted == taken, f"records of namespaces take {dict(taken)} bytes, counted {counted}"
     for number, end_page in catalog.segments().items():
         assert number in segments, f"the catalog knows segment {number}, which is not there"
         assert end_page <= segments[number].cursor, f"segment {number} ends at {end_page} in the catalog"
