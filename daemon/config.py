@@ -2,7 +2,7 @@
 
 Owns nothing. The only module that reads the environment, the settings file and the token file (for ``access`` again
 when that changes); the daemon and the command line each call it once, before any thread starts. Imports msgspec,
-``bounds``, ``config_access``, ``config_gpu``, ``config_s3``, ``tiers.budget``, ``errors`` and ``tier``.
+``bounds``, the other ``config_`` modules, ``tiers.budget``, ``errors`` and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from terracekv.daemon import bounds, config_access
+from terracekv.daemon import bounds, config_access, config_encryption
 from terracekv.daemon.config_gpu import Gpu, check_gpu
 from terracekv.daemon.config_s3 import S3, Count, Size, SizeOrAuto, check_s3
 from terracekv.tiers import budget
@@ -84,6 +84,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     s3: S3 = S3()
     gpu: Gpu = Gpu()
     access: config_access.Access = config_access.Access()
+    encryption: config_encryption.Encryption = config_encryption.Encryption()
     failpoints: str = ""
     sources: dict[str, str] = {}
 
@@ -103,7 +104,9 @@ SECTIONS: dict[str, type[Struct]] = {
     "s3": S3,
     "gpu": Gpu,
     "access": config_access.Access,
+    "encryption": config_encryption.Encryption,
 }
+FILES = ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle", *config_access.FILES, *config_encryption.FILES)
 TYPES: dict[str, Any] = {
     f"{section}.{field.name}": field.type
     for section, struct in SECTIONS.items()
@@ -148,7 +151,7 @@ def load_config(
         values["disk.path"] = _absolute(values["disk.path"], home)
     else:
         values["disk.path"] = str(values["daemon.state_dir"] / "disk")
-    for key in ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle", *config_access.FILES):
+    for key in FILES:
         if values.get(key):
             values[key] = _absolute(values[key], home)
     built = {

@@ -75,6 +75,10 @@ class DiskShares:
         with self._lock:
             fits = self._make_room(tenant, limit - size)
             self._coming[tenant] += size * fits
+        if not fits:
+            self._ledger.last_error = (
+                f"a block of {size} bytes is more than tenant {tenant} may hold of disk: {limit} bytes"
+            )
         try:
             yield fits
         finally:
