@@ -230,6 +230,7 @@ async def _end_distant(tiers: Tiers, store: Store) -> None:
 
 def _reread(access: Access, engine: EngineDoor, force: bool = False) -> None:
     """Tokens and tenants may have changed: with them who may go on, and how much each may keep."""
+    access.tls.refresh(force=force)
     if access.refresh(force=force):
         _set_quotas(access, engine.store)
         engine.end_unknown()

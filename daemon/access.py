@@ -1,8 +1,8 @@
 """Who may do what: tokens, tenants and the daemon's own user.
 
 Owns the table of the access file and of the token file, read anew whenever they change. One for both doors; called on
-the event loop. Imports ``access_file``, ``config``, ``config_access``, ``peers``, ``sessions`` and
-``errors``.
+the event loop. Imports ``access_file``, ``config``, ``config_access``, ``peers``, ``sessions``,
+``tls``, ``watched`` and ``errors``.
 
 With neither file, whoever reaches a door may do everything, as the sockets' modes and loopback are the guard. A file
 that cannot be used stops a daemon that starts; one that is broken later leaves the table before it in force.
@@ -20,12 +20,13 @@ from terracekv.daemon.config import Config, read_token
 from terracekv.daemon.config_access import owner_of
 from terracekv.daemon.peers import Admission, Peer
 from terracekv.daemon.sessions import salt_of_tenant, tenant_salt
+from terracekv.daemon.tls import Tls
+from terracekv.daemon.watched import Watched
 from terracekv.tiers.errors import ConfigError, TerraceError
 
 log = logging.getLogger(__name__)
 
 OPERATOR = Caller("operator", "", frozenset(Right))
-_Seen = tuple[tuple[int, int, int] | None, ...]
 
 
 class Denied(TerraceError):
@@ -48,13 +49,19 @@ class Access:
         """Uid, gid and mode of both Unix sockets."""
         self.table = Table()
         self._token: bytes | None = None
-        self._seen = self._look()
+        self._watched = Watched((config.daemon.token_file, config.access.file))
         self.loaded_at = time.time()
+        self.tls = Tls(config.access)
         self.last_error: str | None = None
         """What is wrong with the files now; the table in force is the one before."""
         self.refused = 0
         """Requests and sessions that were not let in."""
         self._read()
+
+    @property
+    def asks_peers(self) -> bool:
+        """Whether it matters who is at the other end of a Unix socket."""
+        return bool(self._config.access.file) or not self.admission.all
 
     @property
     def guarded(self) -> bool:
@@ -63,10 +70,8 @@ class Access:
 
     def refresh(self, *, force: bool = False) -> bool:
         """Read the files anew if they have changed, or with ``force``; whether another table is in force now."""
-        seen = self._look()
-        if seen == self._seen and not force:
+        if not (self._watched.changed() or force):
             return False
-        self._seen = seen
         try:
             self._read()
         except ConfigError as error:
@@ -133,6 +138,7 @@ class Access:
             "tenants": list(self.table.tenants),
             "loaded_age_s": round(time.time() - self.loaded_at, 3),
             "last_error": self.last_error,
+            "tls": {"certificate": self._config.access.tls_cert or None, "last_error": self.tls.last_error},
             "refused": self.refused,
         }
 
@@ -154,15 +160,3 @@ class Access:
         table = read_table(Path(file)) if file else Table()
         self.table = table
         self._token = None if token is None else digest_of(token.encode())
-
-    def _look(self) -> _Seen:
-        """What tells one state of the files from the next; links are followed, so that a swapped folder is a change."""
-        return tuple(_mark(path) for path in (self._config.daemon.token_file, self._config.access.file))
-
-
-def _mark(path: str) -> tuple[int, int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

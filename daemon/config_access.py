@@ -14,13 +14,14 @@ from msgspec import Meta, Struct
 from terracekv.tiers.errors import ConfigError
 
 Mode = Annotated[str, Meta(pattern="^0?[0-7]{3}$", description="octal")]
-FILES = ("access.file",)
+FILES = ("access.file", "access.tls_cert", "access.tls_key")
 """Settings that name files."""
 
 
 class Access(Struct, frozen=True, forbid_unknown_fields=True):
     """``file`` has tokens and tenants. ``uids`` and ``gids``: who may connect to the Unix sockets besides the daemon's
-    own user, names or numbers with commas between; with both empty, whomever the sockets' modes let in."""
+    own user, names or numbers with commas between; with both empty, whomever the sockets' modes let in.
+    ``tls_cert`` and ``tls_key`` are PEM files for the TCP door."""
 
     file: str = ""
     uids: str = ""
@@ -29,10 +30,15 @@ class Access(Struct, frozen=True, forbid_unknown_fields=True):
     socket_owner: str = ""
     socket_group: str = ""
     socket_mode: Mode = "0600"
+    tls_cert: str = ""
+    tls_key: str = ""
 
 
 def check_access(access: Access) -> None:
-    """ConfigError for names that this machine does not know."""
+    """ConfigError for names that this machine does not know, and half a pair of files."""
+    if bool(access.tls_cert) != bool(access.tls_key):
+        given, other = ("tls_cert", "tls_key") if access.tls_cert else ("tls_key", "tls_cert")
+        raise ConfigError(f"access.{given} is set and access.{other} is not", "set both, or none for plain HTTP")
     users(access)
     groups(access)
     owner_of(access)

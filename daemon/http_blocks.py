@@ -248,7 +248,7 @@ async def _stream(request: web.BaseRequest, payload: memoryview, digest: int, ti
     response.content_type = "application/octet-stream"
     response.content_length = last - first
     transport = request.transport
-    if transport is None:
+    if transport is None or transport.is_closing():
         raise ConnectionResetError("the reader has gone")
     # The transport may keep a reference to what it could not send yet instead of a copy. With no buffer allowed, drain
     # returns when all of it is in the kernel, so nothing of the arena is looked at after the lease has ended. When the
@@ -267,7 +267,8 @@ async def _stream(request: web.BaseRequest, payload: memoryview, digest: int, ti
     except BaseException:
         transport.abort()
         raise
-    transport.set_write_buffer_limits()
+    if not transport.is_closing():  # one of TLS that is gone has no limits to set
+        transport.set_write_buffer_limits()
     return response
 
 

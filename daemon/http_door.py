@@ -2,7 +2,7 @@
 
 Owns both listeners, the table of routes, who may ask, and how errors look. Runs on the event loop and never blocks it.
 Imports aiohttp, the other ``http_`` modules, ``access``, ``metrics``, ``status``, ``config``, ``gpus``, ``sessions``,
-``store``, ``errors``.
+``store``, ``tls``, ``errors``.
 
 Every answer to a request that was not done is ``{"error": {"kind", "message", "hint"}}``. The Unix socket is protected
 by the permissions of its file and by who is at its other end; TCP by tokens, or by being reachable from this machine
@@ -47,6 +47,7 @@ from terracekv.daemon.own_socket import bind
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.status import namespaces_document, status_document, tenant_document
 from terracekv.daemon.store import Store
+from terracekv.daemon.tls import HANDSHAKE_S
 from terracekv.tiers.errors import InUse, TerraceError
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,11 @@ class HttpDoor:
         if address is not None:
             server = self._server(tcp=True)
             try:
-                listener = await loop.create_server(server, *address, backlog=BACKLOG)
+                tls = self._access.tls.context
+                limit_s = HANDSHAKE_S if tls is not None else None
+                listener = await loop.create_server(
+                    server, *address, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit_s
+                )
             except OSError as error:
                 await self.close(0)
                 raise InUse(

@@ -21,7 +21,7 @@ CALLER = web.RequestKey("caller", Caller)
 
 def admit(access: Access, request: web.BaseRequest, route: Route, *, tcp: bool) -> None:
     """Note who asks (see ``caller_of``). Problem 401 for nobody known, 403 for somebody who may not."""
-    peer = None if tcp else peer_of(request.transport)
+    peer = peer_of(request.transport) if access.asks_peers and not tcp else None
     if not tcp and (refusal := access.admission.refusal(peer)) is not None:
         access.refused += 1
         raise Problem(403, "forbidden", refusal, "run as a user that access.uids or access.gids name")

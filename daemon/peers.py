@@ -59,11 +59,11 @@ class Admission:
     def __init__(self, access: config_access.Access) -> None:
         self._uids = config_access.users(access)
         self._gids = config_access.groups(access)
-        self._all = not access.uids and not access.gids
+        self.all = not access.uids and not access.gids
 
     def refusal(self, peer: Peer | None) -> str | None:
         """Why this peer may not come in."""
-        if self._all:
+        if self.all:
             return None
         if peer is None:
             return "the kernel does not say who is at the other end"

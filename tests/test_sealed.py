@@ -188,6 +188,16 @@ def test_a_sealed_record_in_anothers_place_does_not_open(what: str) -> None:
     vault.check()
 
 
+def test_what_follows_a_sealed_block_on_disk_is_zero_and_nothing_of_another(disk: Disks) -> None:
+    small = registered(disk.namespaces, 2, BLOCK_BYTES - 2000)  # as many pages when sealed
+    with closing(disk.open(keys=Keys([MASTER]))) as tier:
+        assert put(tier, disk.namespace, IDS[0]) is put(tier, small, IDS[1]) is Outcome.STORED
+    for path, at, record in records(disk):
+        end = at + PAGE + record.stored_bytes
+        padding = path.read_bytes()[end : at + record.pages * PAGE]
+        assert padding == bytes(len(padding)) and len(padding) < PAGE
+
+
 def test_a_block_that_changed_in_host_is_not_sealed(disk: Disks) -> None:
     with closing(disk.open(keys=Keys([MASTER]))) as tier:
         payload = payload_of(IDS[0], disk.namespace.id, BLOCK_BYTES)
