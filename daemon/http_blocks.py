@@ -29,11 +29,13 @@ from terracekv.daemon.naming import find_namespace
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.disk_shares import DiskShares
 from terracekv.tiers.errors import BadRequest, NotFound, TierDown, TierFull
 from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.shares import Shares
 from terracekv.tiers.slot_tier import DAEMON
 from terracekv.tiers.slots import Slot, slot_bytes_for
-from terracekv.tiers.tier import Outcome
+from terracekv.tiers.tier import PAGE, Outcome
 
 CHUNK_BYTES = 1 << 20
 UPLOAD_IDLE_S = 30.0
@@ -171,6 +173,10 @@ class Blocks:
     async def _make_durable(self, namespace: Namespace, id: bytes) -> None:
         if not await self._store.make_durable(namespace, id):
             tier = self._store.below[-1].tier
+            shares, needed = self._store.shares.get(tier.name), PAGE + slot_bytes_for(namespace.block_bytes)
+            limit = shares.limit(namespace.id) if shares is not None else None
+            if shares is not None and limit is not None and limit < needed:
+                raise _over_quota(shares, namespace, tier.name, needed)
             why = tier.status().last_error or "its queue is full"
             raise Problem(
                 503,
@@ -182,7 +188,7 @@ class Blocks:
 
     def _full(self, namespace: Namespace, why: Outcome) -> TierFull | Problem:
         if why is Outcome.QUOTA:
-            return _over_quota(self._store, namespace)
+            return _over_quota(self._store.host.shares, namespace, "host", slot_bytes_for(namespace.block_bytes))
         status = self._store.host.status()
         return TierFull(
             "host",
@@ -192,17 +198,16 @@ class Blocks:
         )
 
 
-def _over_quota(store: Store, namespace: Namespace) -> Problem:
+def _over_quota(shares: Shares | DiskShares, namespace: Namespace, tier: str, needed: int) -> Problem:
     """507 with the tenant's numbers."""
-    shares = store.host.shares
     tenant, limit = shares.tenant(namespace.id), shares.limit(namespace.id) or 0
-    needed, used = slot_bytes_for(namespace.block_bytes), shares.of(tenant)
+    used = shares.of(tenant)
     return Problem(
         507,
         "quota",
-        f"tenant {tenant} may hold {limit} bytes of host and holds {used}; {needed} more are needed",
+        f"tenant {tenant} may hold {limit} bytes of {tier} and holds {used}; {needed} more are needed",
         "all that is left of its own is leased, pinned or being written: release, unpin, or raise its quota",
-        tier="host",
+        tier=tier,
         needed_bytes=needed,
         used_bytes=used,
         limit_bytes=limit,

@@ -37,6 +37,7 @@ def listed(host: Host | DiskTier, namespace: Namespace, ids: list[bytes] = CHAIN
     return [index for index, id in enumerate(ids) if host.leading(namespace, [id])]
 
 
+@pytest.mark.fault(45)
 def test_host_evicts_a_tenants_own_oldest_blocks_for_its_new_ones(shm_dir: Path) -> None:
     with host_in(shm_dir, 4) as host:
         red, blue = owned(host.namespaces, 11, "red"), owned(host.namespaces, 12, "blue")
@@ -160,6 +161,7 @@ def disk(tmp_path: Path) -> Disks:
     return Disks(tmp_path)
 
 
+@pytest.mark.fault(45)
 def test_disk_evicts_a_tenants_own_oldest_blocks_for_its_new_ones(disk: Disks) -> None:
     red, blue = (owned(disk.namespaces, n, tenant, BLOCK_BYTES) for n, tenant in ((11, "red"), (12, "blue")))
     ids = [name(index) for index in range(30)]
@@ -268,6 +270,24 @@ def test_threads_that_store_at_once_stay_within_the_quota_together(disk: Disks) 
         assert 0 < tier.shares.of("red") <= 6 * RECORD
 
 
+@pytest.mark.fault(45)
+@served()
+async def test_a_block_that_disk_may_not_have_is_507_where_it_should_be_durable(people: People) -> None:
+    namespace = owned(people.store.namespaces, 1, "red", 20_000)
+    (key,) = keys_of(1)
+    assert people.store.disk is not None
+    people.store.disk.shares.limits = {"red": RECORD - 1}
+    body = whole(namespace, key)
+    async with people.client.put(url(namespace, key), data=body, params={"durable": "1"}) as full:
+        error = (await full.json())["error"]
+        assert (full.status, error["kind"], error["tier"]) == (507, "quota", "disk")
+        assert (error["needed_bytes"], error["used_bytes"], error["limit_bytes"]) == (RECORD, 0, RECORD - 1)
+    people.store.disk.shares.limits = {"red": RECORD}
+    async with people.client.put(url(namespace, key), data=body, params={"durable": "1"}) as answer:
+        assert answer.status == 200, "exactly its quota is not too much"
+
+
+@pytest.mark.fault(45)
 @served()
 async def test_over_http_a_full_quota_is_507_with_the_numbers(people: People) -> None:
     namespace = owned(people.store.namespaces, 1, "red", 20_000)
@@ -288,6 +308,7 @@ async def test_over_http_a_full_quota_is_507_with_the_numbers(people: People) ->
     assert await people.lookup(namespace, keys[2:]) == 1
 
 
+@pytest.mark.fault(45)
 def test_an_engine_is_refused_with_the_reason_and_the_status_has_the_books(shm_dir: Path, tmp_path: Path) -> None:
     text = """
 [[tokens]]

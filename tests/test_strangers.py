@@ -221,7 +221,7 @@ def test_another_user_that_may_write_needs_no_way_to_the_files(public: Path, tmp
 
 
 @as_root
-@pytest.mark.fault(113)
+@pytest.mark.fault(108)
 def test_a_user_who_is_not_named_is_refused_at_both_doors(public: Path, tmp_path: Path) -> None:
     more = {"access__socket_mode": "0666", "access__uids": "12345"}
     with Daemon(public / "run", tmp_path / "d", **more) as daemon:
