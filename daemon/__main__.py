@@ -89,25 +89,8 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     background = _background(tiers)
     store, movers = _store(config, tiers)
     _set_quotas(access, store)
-    engine = EngineDoor(
-        config.daemon.runtime_dir / "engine.sock",
-        store=store,
-        table=tiers.table,
-        arena=tiers.arena.path,
-        secret=tiers.secret,
-        access=access,
-        gpus=tiers.gpus,
-    )
     heart = Heartbeat(store)
-    http = HttpDoor(
-        store=store,
-        sessions=engine.sessions,
-        config=config,
-        started=started,
-        gpus=tiers.gpus,
-        heart=heart,
-        access=access,
-    )
+    engine, http = _doors(config, tiers, store, access, heart, started)
     watchdog = Watchdog(heart)
     probing = None
     try:
@@ -178,6 +161,31 @@ def _store(config: Config, tiers: Tiers) -> tuple[Store, list[Mover]]:
         near=near,
     )
     return store, [host, disk, state, *(lower.mover for lower in (near, far) if lower is not None)]
+
+
+def _doors(
+    config: Config, tiers: Tiers, store: Store, access: Access, heart: Heartbeat, started: float
+) -> tuple[EngineDoor, HttpDoor]:
+    """Both doors, closed yet."""
+    engine = EngineDoor(
+        config.daemon.runtime_dir / "engine.sock",
+        store=store,
+        table=tiers.table,
+        arena=tiers.arena.path,
+        secret=tiers.secret,
+        access=access,
+        gpus=tiers.gpus,
+    )
+    http = HttpDoor(
+        store=store,
+        sessions=engine.sessions,
+        config=config,
+        started=started,
+        gpus=tiers.gpus,
+        heart=heart,
+        access=access,
+    )
+    return engine, http
 
 
 def _background(tiers: Tiers) -> list[Steady]:
