@@ -53,6 +53,12 @@ def tenant_of(request: web.BaseRequest) -> str:
     return caller_of(request).tenant
 
 
+def refuse_tenants(request: web.BaseRequest) -> None:
+    """Problem 403 for a tenant: what is asked for concerns the blocks of all."""
+    if tenant_of(request):
+        raise Problem(403, "forbidden", "this is of all tenants' blocks", "use a token of no tenant that has the right")
+
+
 def _problem(denied: Denied) -> Problem:
     if denied.known:
         return Problem(403, "forbidden", denied.message, denied.hint)

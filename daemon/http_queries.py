@@ -15,7 +15,7 @@ from aiohttp import web
 
 from terracekv.daemon import tasks
 from terracekv.daemon.http_bodies import Bodies
-from terracekv.daemon.http_gate import tenant_of
+from terracekv.daemon.http_gate import refuse_tenants, tenant_of
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
     Chain,
@@ -142,6 +142,7 @@ class Queries:
 
     async def verify(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Check a bounded number of blocks of one tier, in its own workers; the caller asks again for the next."""
+        refuse_tenants(request)
         wanted = await self._bodies.read(request, Verify)
         store = self._store
         audits: dict[str, Callable[[str | None], Audit]] = {"host": store.host.audit}
@@ -161,6 +162,7 @@ class Queries:
 
     async def sync(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Answers when all that is on its way to the disk tier, or in it, outlives a loss of power."""
+        refuse_tenants(request)
         waited = {through.lower.name: through.writes for through in self._store.through}
         writes = [write for of_tier in waited.values() for write in of_tier]
         synced = []

@@ -34,6 +34,8 @@ WANTED = {
     ("POST", "/v1/pin"): "write",
     ("POST", "/v1/unpin"): "write",
     ("POST", "/v1/flush"): "admin",
+    ("POST", "/v1/verify"): "admin",
+    ("POST", "/v1/sync"): "admin",
     ("GET", "/v1/status"): "read",
     ("GET", "/v1/namespaces"): "read",
     ("GET", "/v1/events"): "read",
@@ -52,6 +54,8 @@ WANTED = {
     ("DELETE", "/v1/namespaces/{ns}/blocks/{key}/{shard}"): "write",
 }
 """What each route asks for. A new route must be put here with a right, or say why it needs none."""
+OF_ALL = {"/v1/verify", "/v1/sync"}
+"""Routes about the blocks of all tenants, so of none."""
 
 
 def guarded(scenario: Any, shm_dir: Path, **values: Any) -> None:
@@ -97,10 +101,27 @@ def test_a_right_opens_its_routes_and_no_others(shm_dir: Path, right: str) -> No
                 continue  # it does not end
             route = path.replace("{ns}", "x" * 9).replace("{key}", KEY.hex()).replace("{shard}", "0")
             status, answer = await ask(p, secret, method, route, body={} if method == "POST" else None)
-            if needed in (None, right):
+            if needed in (None, right) and path not in OF_ALL:
                 assert status in (200, 400, 404), (method, path, answer)
             else:
                 assert status == 403 and (method == "HEAD" or answer["error"]["kind"] == "forbidden"), (method, path)
+
+    guarded(scenario, shm_dir)
+
+
+@pytest.mark.fault(28)
+def test_what_concerns_the_blocks_of_all_is_refused_to_a_tenant_and_done_for_the_operator(shm_dir: Path) -> None:
+    async def scenario(p: People) -> None:
+        reds = of_tenant(p, 1, "red")
+        assert (await ask(p, RED, "PUT", url(reds, KEY), data=whole(reds, KEY)))[0] == 201
+        for path in OF_ALL:
+            body = {"tier": "host"} if path == "/v1/verify" else {}
+            for secret in (RED, BLUE):
+                status, answer = await ask(p, secret, "POST", path, body=body)
+                assert status == 403 and answer["error"]["kind"] == "forbidden", path
+            status, answer = await ask(p, None, "POST", path, body=body)
+            assert status == 200, answer
+            assert path != "/v1/verify" or answer["checked"] == 1
 
     guarded(scenario, shm_dir)
 

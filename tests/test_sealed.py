@@ -12,10 +12,11 @@ import pytest
 
 from terracekv.daemon.config_encryption import Encryption, open_keys
 from terracekv.tests.blocks import BLOCK_BYTES, get, name, payload_of, put, registered
-from terracekv.tests.disks import Disks
+from terracekv.tests.disks import Disks, crash
 from terracekv.tests.harness import Daemon
 from terracekv.tests.s3_stub import s3_stub
 from terracekv.tests.s3_tiers import Node, node
+from terracekv.tiers import folder
 from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.checksum import checksum
@@ -118,6 +119,7 @@ def test_a_new_key_seals_and_the_old_one_still_opens(disk: Disks) -> None:
         assert good(tier, disk) == IDS[4:]
 
 
+@pytest.mark.breaks("opens a disk without the key that its blocks were sealed with")
 @pytest.mark.parametrize("masters", [[], [OTHER]], ids=["no key", "another key"])
 def test_without_the_key_a_block_is_a_miss_that_says_so_and_is_healed_by_the_next_put(
     disk: Disks, masters: list[bytes]
@@ -133,6 +135,29 @@ def test_without_the_key_a_block_is_a_miss_that_says_so_and_is_healed_by_the_nex
         assert put(tier, disk.namespace, IDS[0]) is Outcome.STORED
         assert good(tier, disk, IDS[:1]) == IDS[:1]
         tier.check()
+
+
+def test_a_start_without_the_key_after_a_loss_of_power_erases_what_was_torn_and_nothing_else(
+    disk: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        tier = disk.open(keys=Keys([MASTER]))
+        assert all(put(tier, disk.namespace, id) is Outcome.STORED for id in IDS)
+
+    crash(work)
+    torn = next((path, at) for path, at, record in records(disk) if record.id == IDS[3])
+    with open(torn[0], "r+b") as file:
+        file.seek(torn[1] + PAGE + 100)
+        file.write(bytes(50))
+    (disk.path / "catalog" / "data.mdb").unlink()
+    monkeypatch.setattr(folder, "boot_id", lambda: "another boot")
+
+    def rebuilt_without_the_key() -> None:
+        assert disk.open().rebuild() == len(IDS) - 1
+
+    crash(rebuilt_without_the_key)
+    with closing(disk.open(keys=Keys([MASTER]))) as tier:
+        assert good(tier, disk) == [id for id in IDS if id != IDS[3]]
 
 
 def changed(disk: Disks, at_byte: Callable[[int, Record], int]) -> None:

@@ -162,7 +162,7 @@ print("joined" if client.joined else client.last_trouble, flush=True)
 if not client.joined:
     os._exit(0)
 print(client.get(client.chain(1, 2)).blocks, flush=True)
-for path in (client._welcome.arena, f"/proc/self/fd/{{client._arena._arena_fd}}"):
+for path in (client._welcome.arena, f"/proc/self/fd/{{client._arena._mapping.fd}}"):
     try:
         os.close(os.open(path, os.O_RDWR))
         print("opened", path, flush=True)
@@ -171,7 +171,7 @@ for path in (client._welcome.arena, f"/proc/self/fd/{{client._arena._arena_fd}}"
 if client._arena.view.readonly:
     libc, size = ctypes.CDLL(None), ctypes.c_size_t(4096)
     libc.mmap.restype = ctypes.c_void_p
-    shared = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, client._arena._arena_fd, ctypes.c_long(0))
+    shared = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, client._arena._mapping.fd, ctypes.c_long(0))
     both = mmap.PROT_READ | mmap.PROT_WRITE
     print("mprotect", libc.mprotect(ctypes.c_void_p(shared), size, both), flush=True)
     ctypes.memset(ctypes.c_void_p(shared), 255, 1)
