@@ -88,7 +88,7 @@ class Flush(Struct, forbid_unknown_fields=True, kw_only=True):
 class Verify(Struct, forbid_unknown_fields=True, kw_only=True):
     """Check the next blocks of a tier, from ``after`` on: what the answer before this one said, or null."""
 
-    tier: str
+    tier: Tier
     after: Annotated[str, Meta(pattern="^[0-9a-f]{1,80}$")] | None = None
 
 

@@ -153,7 +153,7 @@ class Queries:
             audits["disk"] = store.disk.audit
         if wanted.tier not in audits:
             hint = f"tiers that the daemon checks: {', '.join(audits)}; a bucket is checked by terracekv s3 verify"
-            raise BadRequest(f"no tier {wanted.tier!r} to check", hint)
+            raise NotFound(f"no tier {wanted.tier!r} to check", hint)
         if (stuck := next((lower.stuck for lower in store.sources if lower.name == wanted.tier), None)) is not None:
             raise stuck
         work = partial(audits[wanted.tier], wanted.after)

@@ -275,3 +275,10 @@ def test_a_closed_catalog_says_so(tmp_path: Path) -> None:
     catalog.close()
     with pytest.raises(TierDown, match="closed"):
         catalog.get(name(1))
+
+
+def test_names_in_lmdbs_answers_are_interned_once(catalog: Catalog) -> None:
+    """Else Python's table of interned names grows with each call, and is made anew in the heap of whichever thread."""
+    kept = [id(name) for name in catalog._environment.info()] + [id(name) for name in catalog._environment.stat()]
+    strangers = [str(number) * 3 for number in range(1_000)]
+    assert [id(name) for answer in catalog._answers for name in answer] == kept and strangers

@@ -101,7 +101,7 @@ async def test_flush_of_one_tier_leaves_the_others(people: People) -> None:
     async with people.client.get(url(namespace, keys[2])) as answer:
         assert await answer.read() == whole(namespace, keys[2])
     status, answer_ = await people.ask("POST", "/v1/flush", {"namespace": MODEL, "tier": "tape"})
-    assert (status, answer_["error"]["kind"]) == (400, "bad_request")
+    assert (status, answer_["error"]["kind"]) == (404, "not_found")
 
 
 @served()

@@ -109,7 +109,7 @@ def test_where_no_daemon_ever_ran_there_is_nothing_to_look_at_and_nothing_is_mad
 @served(disk_bytes=0)
 async def test_a_tier_that_is_not_there_is_no_tier_to_check(people: People) -> None:
     status, answer = await people.ask("POST", "/v1/verify", {"tier": "disk"})
-    assert status == 400 and "host" in answer["error"]["hint"]
+    assert status == 404 and "host" in answer["error"]["hint"]
     status, _ = await people.ask("POST", "/v1/verify", {"tier": "host", "after": "../../etc"})
     assert status == 400
 

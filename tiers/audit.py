@@ -23,3 +23,8 @@ def slab_after(cursor: str | None, slabs: int) -> int | None:
     """The number that a cursor of a tier of slots stands for; None when there is no such slab."""
     number = int(cursor) if cursor and cursor.isascii() and cursor.isdigit() and len(cursor) < 9 else 0
     return number if number < slabs else None
+
+
+def id_after(cursor: str | None) -> bytes:
+    """The block id that a cursor of a tier with an index stands for, or the beginning of one."""
+    return bytes.fromhex(cursor) if cursor and not len(cursor) % 2 else b""

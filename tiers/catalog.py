@@ -94,8 +94,7 @@ class Catalog:
     @property
     def next_map_bytes(self) -> int:
         """The map's size after one more growth."""
-        step = self._step_bytes
-        return self.map_bytes + max(step, self.map_bytes // 4 // step * step)
+        return self.map_bytes + max(1, self.map_bytes // 4 // self._step_bytes) * self._step_bytes
 
     def leading(self, stamp: int, ids: Sequence[bytes]) -> int:
         """How many of ``ids``, from the first on, have an entry with this stamp."""
@@ -231,14 +230,15 @@ class Catalog:
     def _adopt(self, map_bytes: int) -> None:
         """Check that every page is in the file, before any is touched; take the map size that the content needs."""
         info = self._environment.info()
-        self._page_bytes = int(self._environment.stat()["psize"])
+        # Kept: names in them stay interned. Else each answer would intern and drop them, until Python makes its table
+        # of such names (2 MB) anew, in the heap of whichever thread.
+        self._answers = info, self._environment.stat()
+        self._page_bytes = int(self._answers[1]["psize"])
         used = (int(info["last_pgno"]) + 1) * self._page_bytes
-        size = self._data.stat().st_size
-        if size < used:
+        if (size := self._data.stat().st_size) < used:
             # Reading a page that the file lacks would be SIGBUS.
             raise Damaged(f"its file has {size} bytes, its last page ends at {used}")
-        step = self._step_bytes
-        self.map_bytes = max(map_bytes, -(-used // step) * step)
+        self.map_bytes = max(map_bytes, -(-used // self._step_bytes) * self._step_bytes)
         self._environment.set_mapsize(self.map_bytes)
         # A hole up to the map's end takes no room and makes the comparison above exact at the next start.
         os.truncate(self._data, self.map_bytes)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terracekv.tiers import upkeep
-from terracekv.tiers.audit import Audit
+from terracekv.tiers.audit import Audit, id_after
 from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.disk_shares import DiskShares
@@ -250,8 +250,7 @@ class DiskTier:
     def audit(self, after: str | None) -> Audit:
         """Read some of the blocks that are listed, in the order of their ids, and check each against its record and its
         entry; wrong ones are forgotten. For a worker thread; does not count as a use of them."""
-        start = bytes.fromhex(after or "")
-        found, wrong = upkeep.audit(self._catalog, self._shelf, self._records, self._namespaces, start)
+        found, wrong = upkeep.audit(self._catalog, self._shelf, self._records, self._namespaces, id_after(after))
         for id, place, why in wrong:
             self._quarantine(id, place, why)
         return found

@@ -51,7 +51,8 @@ def test_the_people_s_door_does_what_its_document_says(shm_dir: Path, tmp_path: 
     pytest.importorskip("schemathesis")
     from terracekv.tests.fuzz.routes import fuzz_routes
 
-    assert fuzz_routes(shm_dir, tmp_path, count=150, seed=SEED)["routes"] == 19
+    asked = fuzz_routes(shm_dir, tmp_path, count=150, seed=SEED)
+    assert asked["routes"] > 15 and asked["requests"] > 2 * asked["routes"], asked
 
 
 def test_the_same_seed_makes_the_same_bytes() -> None:
