@@ -204,8 +204,9 @@ async def test_a_slow_reader_never_sees_bytes_of_the_block_that_came_after(peopl
         await asyncio.sleep(0.0005)
         if not overwritten and not host.leases():
             overwritten = True
+            other = memoryview(b"\xff" * size)
             for key in keys_of(3, first=100):
-                assert host.put(namespace, block_id(key, 0), memoryview(b"\xff" * size), 0) is Outcome.STORED
+                assert host.put(namespace, block_id(key, 0), other, checksum(other)) is Outcome.STORED
     assert overwritten and headers["content-length"] == str(size)
     assert read == whole(namespace, KEY)
     writer.close()
@@ -223,8 +224,9 @@ async def test_a_download_cut_off_at_shutdown_is_never_completed_from_a_slot_tha
     await people.door.close(0)
     assert host.leases() == {}
     host.delete(namespace, [block_id(KEY, 0)])
+    other = memoryview(b"\xff" * (1 << 20))
     for key in keys_of(4, first=100):
-        host.put(namespace, block_id(key, 0), memoryview(b"\xff" * (1 << 20)), 0)
+        host.put(namespace, block_id(key, 0), other, checksum(other))
     read = b""
     try:
         while piece := await reader.read(1 << 16):
