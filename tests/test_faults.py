@@ -58,7 +58,7 @@ def work(tier: DiskTier, disk: Disks, dice: random.Random) -> None:
 @pytest.mark.fault(1)
 @pytest.mark.fault(10)
 @pytest.mark.fault(37)
-@pytest.mark.breaks("closes a disk tier while its medium gives wrong bytes")
+@pytest.mark.breaks("calls still fail while the tier is closed")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_call_fails_the_disk_tier_serves_right_bytes_or_none_and_recovers(
     tmp_path: Path, layer: FaultLayer, fault: str

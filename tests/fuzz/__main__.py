@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from terracekv.tests.fuzz.answers import fuzz_answers
 from terracekv.tests.fuzz.door import fuzz_door
@@ -22,14 +23,14 @@ from terracekv.tests.fuzz.records import fuzz_records
 from terracekv.tests.fuzz.states import fuzz_states
 
 
-def fuzz_routes(shm: Path, folder: Path, count: int, seed: int) -> dict[str, object]:
+def fuzz_routes(shm: Path, folder: Path, count: int, seed: int) -> dict[str, Any]:
     """See ``routes``, which needs a library that the others do not."""
     from terracekv.tests.fuzz import routes
 
     return routes.fuzz_routes(shm, folder, count=count, seed=seed)
 
 
-FUZZERS: dict[str, tuple[Callable[[Path, Path, int, int], dict[str, object]], int]] = {
+FUZZERS: dict[str, tuple[Callable[[Path, Path, int, int], dict[str, Any]], int]] = {
     "door": (lambda shm, folder, count, seed: fuzz_door(shm, folder, count=count, seed=seed), 1_000_000),
     "live": (lambda shm, folder, count, seed: fuzz_live(shm, folder, count=count, seed=seed), 200_000),
     "records": (lambda shm, folder, count, seed: fuzz_records(shm, count=count, seed=seed), 100_000),

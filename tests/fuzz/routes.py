@@ -24,7 +24,7 @@ GROWTH_BYTES_MAX = 64 * MIB
 CALL_S = 30.0
 
 
-def fuzz_routes(shm: Path, folder: Path, *, count: int, seed: int) -> dict[str, float]:
+def fuzz_routes(shm: Path, folder: Path, *, count: int, seed: int) -> dict[str, Any]:
     """About ``count`` requests at a daemon that is started for them."""
     begun = time.monotonic()
     with socket.socket() as free:
