@@ -7,7 +7,7 @@ COPY connector ./connector
 COPY daemon ./daemon
 COPY kernels ./kernels
 COPY tiers ./tiers
-RUN /opt/terracekv/bin/pip install --no-cache-dir --constraint constraints.txt ".[s3]"
+RUN /opt/terracekv/bin/pip install --no-cache-dir --constraint constraints.txt ".[s3,encryption]"
 
 FROM python:3.11-slim
 # Engines open the sockets and the arena as this user: give their containers the same number.

@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from terracekv.daemon.protocol import Slot, Welcome
 from terracekv.kernels.pages import populate
@@ -28,16 +28,18 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class _Mapping:
-    """The bytes of one file, for all clients of this process. Made by ``_mapping_of``, let go of by ``leave``."""
+    """The bytes of one file, for all clients of this process that may do the same with them. Made by ``_mapping_of``,
+    let go of by ``leave``."""
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, write: bool) -> None:
         self.fd = fd
         self.clients = 0
-        self._map = mmap.mmap(fd, size_bytes)
+        self._map = mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
         self.view = memoryview(self._map)
         self._stop = threading.Event()
         self._prefault = threading.Thread(target=self._populate, name="terracekv-prefault", daemon=True)
-        self._prefault.start()
+        if write:
+            self._prefault.start()
 
     def leave(self) -> None:
         """A client copies no more; with the last one the mapping ends."""
@@ -48,7 +50,8 @@ class _Mapping:
             for key in [key for key, mapping in _mappings.items() if mapping is self]:
                 del _mappings[key]
         self._stop.set()
-        self._prefault.join()
+        if self._prefault.ident is not None:
+            self._prefault.join()
         with contextlib.suppress(BufferError):  # an engine may have kept a view; the mapping goes with it
             self.view.release()
             self._map.close()
@@ -65,20 +68,21 @@ class _Mapping:
 
 
 _sharing = threading.Lock()
-_mappings: dict[tuple[int, int, int], _Mapping] = {}
-"""By device, inode and size, as long as a client has it: its descriptor keeps the inode from being another file's."""
+_mappings: dict[tuple[int, int, int, bool], _Mapping] = {}
+"""By device, inode, size and whether it may be written to, as long as a client has it: its descriptor keeps the inode
+from being another file's."""
 
 
-def _mapping_of(path: str, size_bytes: int) -> _Mapping:
-    """This process's mapping, for one client more. OSError; ValueError when the file is not as large."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+def _mapping_of(fd: int, size_bytes: int, write: bool) -> _Mapping:
+    """This process's mapping of an open file, for one client more; ``fd`` is the mapping's from now on, or closed.
+    OSError; ValueError when the file is not as large."""
     try:
         file = os.fstat(fd)
-        key = file.st_dev, file.st_ino, size_bytes
+        key = file.st_dev, file.st_ino, size_bytes, write
         with _sharing:
             mapping = _mappings.get(key)
             if mapping is None:
-                mapping = _mappings[key] = _Mapping(fd, size_bytes)
+                mapping = _mappings[key] = _Mapping(fd, size_bytes, write)
             mapping.clients += 1
     except BaseException:
         os.close(fd)
@@ -86,6 +90,20 @@ def _mapping_of(path: str, size_bytes: int) -> _Mapping:
     if mapping.fd != fd:
         os.close(fd)
     return mapping
+
+
+def _opened(welcome: Welcome, handed: Sequence[int], write: bool) -> tuple[int, int]:
+    """Descriptors of the arena and the slot table: those handed over, or, if these are not the two, of their names."""
+    if len(handed) == 2:
+        return handed[0], handed[1]
+    for fd in handed:
+        os.close(fd)
+    arena = os.open(welcome.arena, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        return arena, os.open(welcome.slots, os.O_RDONLY | os.O_CLOEXEC)
+    except BaseException:
+        os.close(arena)
+        raise
 
 
 def _after_fork() -> None:
@@ -101,13 +119,15 @@ os.register_at_fork(after_in_child=_after_fork)
 class Arena:
     """Mappings of one arena. Kept across sessions as long as the daemon goes on with the same files."""
 
-    def __init__(self, welcome: Welcome) -> None:
+    def __init__(self, welcome: Welcome, handed: list[int] | None = None, *, write: bool = True) -> None:
+        """``handed`` are the descriptors of both files that came with Welcome, ours from now on; without them the files
+        are opened by name. Without ``write`` the arena is mapped for reading."""
+        arena_fd, self._slots_fd = _opened(welcome, handed or [], write)
         with contextlib.ExitStack() as undo:
-            self._slots_fd = os.open(welcome.slots, os.O_RDONLY | os.O_CLOEXEC)
             undo.callback(os.close, self._slots_fd)
+            self._mapping = _mapping_of(arena_fd, welcome.arena_bytes, write)
+            undo.callback(self._mapping.leave)
             self._slots = mmap.mmap(self._slots_fd, welcome.slots_bytes, prot=mmap.PROT_READ)
-            undo.callback(self._slots.close)
-            self._mapping = _mapping_of(welcome.arena, welcome.arena_bytes)
             undo.pop_all()
         self.view = self._mapping.view
         self._welcome = welcome
@@ -118,11 +138,12 @@ class Arena:
         """Tell of the mapping. At most once."""
         self._detach = attach(self.view)
 
-    def serves(self, welcome: Welcome) -> bool:
+    def serves(self, welcome: Welcome, handed: Sequence[int] = ()) -> bool:
         """Whether these mappings are those that another Welcome names: the same files, not just the same paths."""
-        for fd, path in ((self._mapping.fd, welcome.arena), (self._slots_fd, welcome.slots)):
+        others: Sequence[int | str] = handed if len(handed) == 2 else (welcome.arena, welcome.slots)
+        for fd, other in zip((self._mapping.fd, self._slots_fd), others, strict=True):
             try:
-                if not os.path.samestat(os.fstat(fd), os.stat(path)):
+                if not os.path.samestat(os.fstat(fd), os.stat(other)):
                     return False
             except OSError:
                 return False

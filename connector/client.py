@@ -61,7 +61,8 @@ class Client:
 
     Budgets are milliseconds: a lookup waits for the daemon at most ``lookup_budget_ms``, a load or store at most its
     deadline. The first attempt to join is made here; if it fails, joining goes on in the background. ``attach`` is told
-    of each arena that is mapped. ``device`` is the GPU that the engine's KV is on, where it has one.
+    of each arena that is mapped. ``device`` is the GPU that the engine's KV is on, where it has one. With
+    ``access="read"`` nothing is stored, and the arena is mapped for reading only.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Client:
         store_deadline_ms: int = 10_000,
         attach: Attach | None = None,
         device: Device | None = None,
+        access: str = "write",
     ) -> None:
         self.path = str(socket)
         self.block_tokens = block_tokens
@@ -95,7 +97,7 @@ class Client:
         self.near = Near(device)
         self._hello = protocol.Hello(
             VERSION, PROBE, model, revision, dtype, block_tokens, layout, shards, shard, os.getpid(), credential,
-            engine, self.near.uuid,
+            engine, self.near.uuid, access,
         )  # fmt: skip
         self._lock = threading.Lock()
         self._joining = threading.Lock()
@@ -199,6 +201,8 @@ class Client:
         """
         deadline = after(self.store_deadline_ms)
         try:
+            if self._hello.access != "write":
+                raise Trouble("read_only", "this client was made with access=read")
             with Turn(self, deadline) as session:
                 reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
                 ahead = Ahead(settle, self.block_bytes)
@@ -286,9 +290,13 @@ class Client:
 
     def _start(self, connection: Connection, welcome: Welcome, deadline: float) -> None:
         """Under the lock: the session begins."""
-        if self._arena is None or not self._arena.serves(welcome):
+        handed = connection.take_handed()
+        if self._arena is not None and self._arena.serves(welcome, handed):
+            for file in handed:
+                os.close(file)
+        else:
             try:
-                fresh = Arena(welcome)
+                fresh = Arena(welcome, handed, write=self._hello.access == "write")
             except ValueError as error:  # the files are not as large as Welcome says
                 raise Trouble("protocol", str(error)) from None
             if self._arena is not None:

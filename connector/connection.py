@@ -4,6 +4,7 @@ Owns the socket. Used by ``client.py`` under its lock, never by two threads at o
 Deadlines are points in ``time.monotonic()``; one that has passed raises TimeoutError.
 """
 
+import os
 import socket
 import struct
 import time
@@ -17,6 +18,8 @@ from terracekv.daemon.protocol import LENGTH, Found, Welcome
 
 JOIN_S = 1.0
 """Time for a daemon to answer Hello."""
+HANDED_MAX = 8
+"""Descriptors that are taken from a daemon; it sends two."""
 
 Kind = TypeVar("Kind", Found, protocol.Leased, protocol.Reserved, protocol.Committed)
 
@@ -39,6 +42,7 @@ class Connection:
         self.notices: list[protocol.Ready | protocol.Failed] | None = None
         """What came unasked while an answer was waited for; None, the default, forgets it."""
         self._early: dict[int, protocol.Answer] = {}
+        self._handed: list[int] = []
         try:
             self._socket.settimeout(left(deadline))
             self._socket.connect(path)
@@ -49,12 +53,17 @@ class Connection:
     def hello(self, hello: protocol.Hello, deadline: float) -> Welcome:
         """Open the session."""
         self.tell(hello, deadline)
-        answer = self._read(deadline)
+        answer = self._read(deadline, self._receive)
         if isinstance(answer, protocol.Refused):
             raise Trouble("refused", f"{answer.field}: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise Trouble("protocol", f"{type(answer).__name__} in answer to Hello")
         return answer
+
+    def take_handed(self) -> list[int]:
+        """The descriptors that came with Welcome: the caller's from now on, to be closed."""
+        handed, self._handed = self._handed, []
+        return handed
 
     def ask(self, make: Callable[[int], protocol.Request], kind: type[Kind], deadline: float) -> Kind:
         """Send a request and wait for its answer. Trouble("refused") when the answer is an Error.
@@ -145,14 +154,23 @@ class Connection:
     def close(self) -> None:
         """End the session: its leases and reservations end with it."""
         self._socket.close()
+        for file in self.take_handed():
+            os.close(file)
 
-    def _read(self, deadline: float) -> protocol.Answer:
+    def _receive(self, size: int) -> bytes:
+        """What has come, with descriptors, if any came along."""
+        data, handed, _, _ = socket.recv_fds(self._socket, size, HANDED_MAX, socket.MSG_CMSG_CLOEXEC)
+        self._handed += handed
+        return data
+
+    def _read(self, deadline: float, receive: Callable[[int], bytes] | None = None) -> protocol.Answer:
+        receive = receive or self._socket.recv
         while True:
             answer = self._take()
             if answer is not None:
                 return answer
             self._socket.settimeout(left(deadline))
-            data = self._socket.recv(1 << 18)
+            data = receive(1 << 18)
             if not data:
                 raise Trouble("no_daemon", "the daemon closed the connection")
             self._buffer += data

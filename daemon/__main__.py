@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from terracekv.daemon import tasks
+from terracekv.daemon.access import Access
 from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey, version
 from terracekv.daemon.descriptors import raise_limit
 from terracekv.daemon.distant import Distant
@@ -84,18 +85,12 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     tasks.hear(loop)
+    access = Access(config)
     background = _background(tiers)
     store, movers = _store(config, tiers)
-    engine = EngineDoor(
-        config.daemon.runtime_dir / "engine.sock",
-        store=store,
-        table=tiers.table,
-        arena=tiers.arena.path,
-        secret=tiers.secret,
-        gpus=tiers.gpus,
-    )
+    _set_quotas(access, store)
     heart = Heartbeat(store)
-    http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus, heart=heart)
+    engine, http = _doors(config, tiers, store, access, heart, started)
     watchdog = Watchdog(heart)
     probing = None
     try:
@@ -109,7 +104,8 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     for thread in background:
         thread.start()
     watchdog.start()
-    work = tasks.keep(lambda: _keep_house(store, engine, http), "housekeeper", HOUSEKEEPING_S)
+    loop.add_signal_handler(signal.SIGHUP, _reread, access, engine, True)
+    work = tasks.keep(lambda: _keep_house(store, engine, http, access), "housekeeper", HOUSEKEEPING_S)
     keeper = tasks.begin(work, "housekeeper")
     gc.collect()
     gc.freeze()  # what lives from here on is small; what was loaded need not be looked at again and again
@@ -165,6 +161,31 @@ def _store(config: Config, tiers: Tiers) -> tuple[Store, list[Mover]]:
         near=near,
     )
     return store, [host, disk, state, *(lower.mover for lower in (near, far) if lower is not None)]
+
+
+def _doors(
+    config: Config, tiers: Tiers, store: Store, access: Access, heart: Heartbeat, started: float
+) -> tuple[EngineDoor, HttpDoor]:
+    """Both doors, closed yet."""
+    engine = EngineDoor(
+        config.daemon.runtime_dir / "engine.sock",
+        store=store,
+        table=tiers.table,
+        arena=tiers.arena.path,
+        secret=tiers.secret,
+        access=access,
+        gpus=tiers.gpus,
+    )
+    http = HttpDoor(
+        store=store,
+        sessions=engine.sessions,
+        config=config,
+        started=started,
+        gpus=tiers.gpus,
+        heart=heart,
+        access=access,
+    )
+    return engine, http
 
 
 def _background(tiers: Tiers) -> list[Steady]:
@@ -255,9 +276,24 @@ async def _end(tiers: Tiers, store: Store, movers: list[Mover]) -> bool:
     return ended
 
 
-async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor) -> None:
+def _reread(access: Access, engine: EngineDoor, force: bool = False) -> None:
+    """Tokens and tenants may have changed: with them who may go on, and how much each may keep."""
+    access.tls.refresh(force=force)
+    if access.refresh(force=force):
+        _set_quotas(access, engine.store)
+        engine.end_unknown()
+
+
+def _set_quotas(access: Access, store: Store) -> None:
+    """A tenant that holds more than it may now gives way with its next block."""
+    for name, shares in store.shares.items():
+        shares.limits = access.table.quotas[name]
+
+
+async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: Access) -> None:
     """What must happen now and then without anybody asking."""
     await store.keep_house()
+    _reread(access, engine)
     gone = engine.missing()
     if gone and "engine door" not in http.not_ready:
         reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"

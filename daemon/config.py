@@ -1,8 +1,8 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
-Owns nothing. The only module that reads the environment, the settings file and the token file; the daemon and the
-command line each call it once, before any thread starts. Imports msgspec, ``bounds``, ``config_gpu``, ``config_s3``,
-``tiers.budget``, ``errors`` and ``tier``.
+Owns nothing. The only module that reads the environment, the settings file and the token file (for ``access`` again
+when that changes); the daemon and the command line each call it once, before any thread starts. Imports msgspec,
+``bounds``, the other ``config_`` modules, ``tiers.budget``, ``errors`` and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta, Struct
 
-from terracekv.daemon import bounds
+from terracekv.daemon import bounds, config_access, config_encryption
 from terracekv.daemon.config_gpu import Gpu, check_gpu
 from terracekv.daemon.config_s3 import S3, Count, Size, SizeOrAuto, check_s3
 from terracekv.tiers import budget
@@ -85,6 +85,8 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     disk: Disk = Disk()
     s3: S3 = S3()
     gpu: Gpu = Gpu()
+    access: config_access.Access = config_access.Access()
+    encryption: config_encryption.Encryption = config_encryption.Encryption()
     failpoints: str = ""
     sources: dict[str, str] = {}
 
@@ -97,7 +99,16 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
         return Path(self.disk.path)
 
 
-SECTIONS: dict[str, type[Struct]] = {"daemon": Daemon, "host": Host, "disk": Disk, "s3": S3, "gpu": Gpu}
+SECTIONS: dict[str, type[Struct]] = {
+    "daemon": Daemon,
+    "host": Host,
+    "disk": Disk,
+    "s3": S3,
+    "gpu": Gpu,
+    "access": config_access.Access,
+    "encryption": config_encryption.Encryption,
+}
+FILES = ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle", *config_access.FILES, *config_encryption.FILES)
 TYPES: dict[str, Any] = {
     f"{section}.{field.name}": field.type
     for section, struct in SECTIONS.items()
@@ -142,7 +153,7 @@ def load_config(
         values["disk.path"] = _absolute(values["disk.path"], home)
     else:
         values["disk.path"] = str(values["daemon.state_dir"] / "disk")
-    for key in ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle"):
+    for key in FILES:
         if values.get(key):
             values[key] = _absolute(values[key], home)
     built = {
@@ -363,10 +374,10 @@ def _absolute(path: str, home: str) -> str:
 def _check(config: Config) -> None:
     """Contradictions that no machine can resolve."""
     address = tcp_address(config.daemon.http)
-    if address and not is_loopback(address[0]) and not config.daemon.token_file:
+    if address and not is_loopback(address[0]) and not (config.daemon.token_file or config.access.file):
         raise ConfigError(
             f"daemon.http binds {address[0]}, which other machines can reach, and daemon.token_file is empty",
-            "set daemon.token_file to a file with a secret, or bind 127.0.0.1",
+            "set daemon.token_file to a file with a secret, or access.file to one of many, or bind 127.0.0.1",
         )
     socket = str(config.daemon.runtime_dir / "engine.sock")
     if len(os.fsencode(socket)) > SOCKET_PATH_MAX:
@@ -385,3 +396,4 @@ def _check(config: Config) -> None:
         raise ConfigError("s3.queue cannot be 0", "set a size, or leave it auto")
     check_s3(config.s3)
     check_gpu(config.gpu)
+    config_access.check_access(config.access)

@@ -1,8 +1,8 @@
 """The engine door: a Unix socket on which engines ask for blocks. Messages are those of ``protocol.py``.
 
 Owns the listening socket and one ``Connection`` for each engine. Runs on the event loop and never blocks it. Imports
-``descriptors``, ``gpus``, ``hello``, ``inbox``, ``line``, ``own_socket``, ``protocol``, ``sessions``, ``sharing``,
-``store``, ``unfinished``, ``wire`` and ``tiers``.
+``access``, ``descriptors``, ``gpus``, ``handover``, ``inbox``, ``line``, ``own_socket``, ``peers``, ``protocol``,
+``reception``, ``sessions``, ``sharing``, ``stats``, ``store``, ``tasks``, ``unfinished``, ``wire`` and ``tiers``.
 
 Every request is answered, in order except for those that wait (Commit, what comes after Leased, and Lookup and Acquire
 of blocks of which only a distant tier can tell). A frame that cannot be read is answered by Error; one that is too
@@ -10,31 +10,32 @@ long ends the connection, since what follows it is unknown.
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from terracekv.daemon import protocol, tasks
+from terracekv.daemon.access import Access
 from terracekv.daemon.descriptors import most
 from terracekv.daemon.gpus import Gpus
-from terracekv.daemon.hello import judge
+from terracekv.daemon.handover import Handover
 from terracekv.daemon.inbox import Inbox
 from terracekv.daemon.line import Line
-from terracekv.daemon.own_socket import take_over
+from terracekv.daemon.own_socket import bind
+from terracekv.daemon.peers import peer_of
 from terracekv.daemon.protocol import VERSION
+from terracekv.daemon.reception import Reception
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.sharing import Sharing
 from terracekv.daemon.stats import Found
 from terracekv.daemon.store import Store
 from terracekv.daemon.unfinished import Unfinished
 from terracekv.daemon.wire import distinct, slots_of, wire, within_s
-from terracekv.tiers.errors import BadRequest, TerraceError, TierStuck
+from terracekv.tiers.errors import BadRequest, TerraceError
 from terracekv.tiers.journal import INTERNAL, Journal
-from terracekv.tiers.slots import LOCK_BASE, Slot, SlotTable
+from terracekv.tiers.slots import Slot, SlotTable
 from terracekv.tiers.tier import Outcome
 
 journal = Journal(__name__)
@@ -45,24 +46,31 @@ HELLO_S = 5.0
 """Time for a new connection to say who it is."""
 ASK_S_MAX = 2.0
 """Of the time of an Acquire, what may be spent on finding out what there is to lease."""
-NAMESPACES_MAX = 4096
 PIN_S_MAX = 60.0
 
 
 class EngineDoor:
-    """Listens on ``path``; ``secret`` derives tenants' salts."""
+    """Listens on ``path``; ``secret`` derives tenants' salts; ``access`` says who is who."""
 
     def __init__(
-        self, path: Path, *, store: Store, table: SlotTable, arena: Path, secret: bytes, gpus: Gpus | None = None
+        self,
+        path: Path,
+        *,
+        store: Store,
+        table: SlotTable,
+        arena: Path,
+        secret: bytes,
+        access: Access,
+        gpus: Gpus | None = None,
     ) -> None:
         self.path = path
         self.store = store
         self.table = table
         self.arena = arena
-        self.arena_bytes = store.host.status().capacity_bytes
         self.sessions = Sessions(store)
         self.sharing = Sharing(gpus or Gpus())
-        self.secret = secret
+        self.handover = Handover(arena, store.host.status().capacity_bytes, table)
+        self.reception = Reception(store, table, self.sessions, access, secret)
         self.connections: set[Connection] = set()
         self.closing = False
         self.errors = 0
@@ -72,10 +80,9 @@ class EngineDoor:
 
     async def listen(self) -> None:
         """Open the door. A socket that a dead daemon left is replaced; one that answers is InUse."""
-        take_over(self.path)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Connection(self), str(self.path), backlog=BACKLOG)
-        os.chmod(self.path, 0o600)
+        with bind(self.path, self.reception.access.socket_owner) as bound:
+            self._server = await loop.create_unix_server(lambda: Connection(self), sock=bound.dup(), backlog=BACKLOG)
         self._files = {path: path.stat().st_ino for path in (self.arena, self.table.path, self.path)}
 
     def missing(self) -> list[str]:
@@ -98,27 +105,16 @@ class EngineDoor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.path.unlink(missing_ok=True)
 
+    def end_unknown(self) -> None:
+        """End the sessions of callers that the access file does not have any more, or has with other rights."""
+        for connection in list(self.connections):
+            connection.end_if_unknown(self.reception.access)
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` beside the loop's other work, owned by the door."""
         task = tasks.begin(work, "engine-request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def welcome(self, hello: protocol.Hello) -> protocol.Refused | Session:
-        """Judge a Hello: a started session, or what is wrong with it by the name of its field."""
-        wanted = judge(hello, slab_bytes=self.table.slab_bytes, secret=self.secret)
-        if isinstance(wanted, protocol.Refused):
-            return wanted
-        namespace = self.store.namespaces.get(wanted.id)
-        if namespace is None or not namespace.registered:
-            if sum(1 for _ in self.store.namespaces) >= NAMESPACES_MAX:
-                return protocol.Refused("model", f"{NAMESPACES_MAX} namespaces are known already")
-            try:
-                work = partial(self.store.namespaces.register, wanted)
-                namespace = await self.store.state_mover.ask(work, HELLO_S, "daemon.state_dir")
-            except (OSError, TierStuck) as error:
-                return protocol.Refused("model", f"a new namespace cannot be noted in the state folder: {error}")
-        return self.sessions.start(self.table.next_session(), namespace, hello.shard, hello.pid, hello.engine[:128])
 
 
 class Connection(asyncio.Protocol):
@@ -153,6 +149,14 @@ class Connection(asyncio.Protocol):
     def end(self) -> None:
         """Close from our side: the session's end."""
         self._transport.close()
+
+    def end_if_unknown(self, access: Access) -> None:
+        """Close when whose session this is may not have it any more."""
+        session = self._session
+        if session is not None and session.caller is not None and not access.knows(session.caller):
+            text = f"session {session.number} ends: {session.caller.name} is not known any more"
+            journal.warning("TKV-ACCESS-ENDED", text, session=session.number)
+            self.end()
 
     def pause_writing(self) -> None:
         """The engine does not read its answers: take no more requests from it until it does."""
@@ -194,6 +198,8 @@ class Connection(asyncio.Protocol):
             self._door.spawn(self._hello(request))
         elif session is None:
             raise BadRequest(f"{type(request).__name__} before Hello", "say Hello first")
+        elif not session.may_write and isinstance(request, protocol.Reserve | protocol.Pin):
+            raise BadRequest(f"{type(request).__name__} in a session that reads", "say Hello with access: write")
         elif isinstance(request, protocol.Lookup):
             self._lookup(session, request)
         elif isinstance(request, protocol.Acquire):
@@ -217,7 +223,7 @@ class Connection(asyncio.Protocol):
 
     async def _hello(self, hello: protocol.Hello) -> None:
         try:
-            answer = await self._door.welcome(hello)
+            answer = await self._door.reception.welcome(hello, peer_of(self._transport))
         except Exception as error:
             journal.failed(INTERNAL, "a Hello failed", error)
             self._fail(0, TerraceError(f"the daemon failed on Hello: {error}", "see its log"))
@@ -233,22 +239,8 @@ class Connection(asyncio.Protocol):
                 self._refuse(offer)
             return
         self._session = answer
-        table = self._door.table
-        self._send(
-            protocol.Welcome(
-                session=answer.number,
-                namespace_id=answer.namespace.id,
-                epoch=answer.namespace.epoch,
-                block_bytes=answer.namespace.block_bytes,
-                arena=str(self._door.arena),
-                arena_bytes=self._door.arena_bytes,
-                slots=str(table.path),
-                slots_bytes=table.size_bytes,
-                lock_byte=LOCK_BASE + answer.number,
-                gpu=offer,
-                no_gpu=answer.not_near if offer is None else None,
-            )
-        )
+        handover = self._door.handover
+        handover.send(self._transport, answer, handover.welcome(answer, offer))
 
     def _refuse(self, refused: protocol.Refused) -> None:
         journal.warning("TKV-REFUSED", f"refused an engine: {refused.field}: {refused.reason}", field=refused.field)

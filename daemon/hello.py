@@ -1,21 +1,22 @@
 """Judging a Hello: which namespace an engine means, or what is wrong with how it introduced itself.
 
-Pure; called by the engine door on the event loop. Imports ``protocol``, ``sessions`` and ``tiers``.
+Pure; called by the engine door on the event loop. Imports ``protocol`` and ``tiers``.
 """
 
 from terracekv.daemon import protocol
 from terracekv.daemon.protocol import PROBE, VERSION
-from terracekv.daemon.sessions import tenant_salt
 from terracekv.tiers.block import namespace_id
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.slots import slot_bytes_for
 
 SHARDS_MAX = 4096
 NAME_MAX = 1024
+ACCESSES = ("read", "write")
 
 
-def judge(hello: protocol.Hello, *, slab_bytes: int, secret: bytes) -> protocol.Refused | Namespace:
-    """The namespace that a Hello describes, or the first of its fields that cannot be meant."""
+def judge(hello: protocol.Hello, *, slab_bytes: int, tenant: str, salt: bytes) -> protocol.Refused | Namespace:
+    """The namespace that a Hello describes, or the first of its fields that cannot be meant. ``tenant`` and ``salt``
+    are those of its credential."""
     if hello.version != VERSION:
         return protocol.Refused("version", f"this daemon speaks version {VERSION}, the engine {hello.version}")
     if hello.probe != PROBE:
@@ -32,6 +33,8 @@ def judge(hello: protocol.Hello, *, slab_bytes: int, secret: bytes) -> protocol.
         return protocol.Refused(problem.partition(":")[0], problem)
     if not 0 < hello.shards <= SHARDS_MAX:
         return protocol.Refused("shards", f"{hello.shards} is not between 1 and {SHARDS_MAX}")
+    if hello.access not in ACCESSES:
+        return protocol.Refused("access", f"{hello.access[:40]!r} is not one of {', '.join(ACCESSES)}")
     if hello.shard is not None and not 0 <= hello.shard < hello.shards:
         return protocol.Refused("shard", f"{hello.shard} is not one of {hello.shards} shards")
     block_bytes = hello.layout.block_bytes
@@ -43,7 +46,6 @@ def judge(hello: protocol.Hello, *, slab_bytes: int, secret: bytes) -> protocol.
         )
     names = {"model": hello.model, "revision": hello.revision, "dtype": hello.dtype}
     layout = hello.layout.digest(hello.shards)
-    salt = tenant_salt(secret, hello.credential)
     return Namespace(
         id=namespace_id(**names, layout=layout, block_tokens=hello.block_tokens, salt=salt),
         number=0,
@@ -53,4 +55,5 @@ def judge(hello: protocol.Hello, *, slab_bytes: int, secret: bytes) -> protocol.
         block_tokens=hello.block_tokens,
         shards=hello.shards,
         block_bytes=block_bytes,
+        tenant=tenant,
     )

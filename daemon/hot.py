@@ -112,7 +112,7 @@ class Hot:
         outcome, seconds = (Outcome.FAILED, 0.0) if done.exception() is not None else done.result()
         self._share.spent(seconds)
         self.moves.promoted += outcome is Outcome.STORED
-        self.moves.failed += outcome in (Outcome.FAILED, Outcome.FULL)
+        self.moves.failed += outcome in (Outcome.FAILED, Outcome.FULL, Outcome.QUOTA)
         if outcome is Outcome.STORED:
             self.promoted(namespace, id)
 

@@ -1,8 +1,8 @@
 """Block bytes over HTTP: streamed between a connection and the arena, never collected on the way.
 
 Owns no state: a download holds a lease, an upload a reserved slot, both for as long as the request lasts. Called by
-``http_door`` on the event loop. Imports aiohttp, ``http_bodies``, ``http_messages``, ``store`` and
-``tiers``.
+``http_door`` on the event loop. Imports aiohttp, ``http_bodies``, ``http_gate``, ``http_messages``, ``naming``,
+``store`` and ``tiers``.
 
 A block is uploaded into its slot piece by piece and becomes findable at its commit; whatever ends the upload before
 that gives the slot back.
@@ -14,15 +14,19 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from terracekv.daemon.http_bodies import go_ahead, next_piece, refuse_encoded, waits_for_leave
+from terracekv.daemon.http_gate import tenant_of
 from terracekv.daemon.http_messages import Done, Problem, Stored, parse_key, reply, too_large
+from terracekv.daemon.naming import find_namespace
 from terracekv.daemon.store import COMMIT_S, Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
+from terracekv.tiers.disk_shares import DiskShares
 from terracekv.tiers.errors import BadRequest, NotFound, TierDown, TierFull
 from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.shares import Shares
 from terracekv.tiers.slot_tier import DAEMON
 from terracekv.tiers.slots import Slot, slot_bytes_for
-from terracekv.tiers.tier import Outcome
+from terracekv.tiers.tier import PAGE, Outcome
 
 CHUNK_BYTES = 1 << 20
 UPLOAD_IDLE_S = 30.0
@@ -37,18 +41,6 @@ TIER = "X-TerraceKV-Tier"
 ALGORITHM = "xxh3-64"
 
 
-def find_namespace(store: Store, name: str) -> Namespace:
-    """See ``Store.resolve``; a whole id is looked up at once."""
-    if len(name) == 64:
-        try:
-            found = store.namespaces.get(bytes.fromhex(name))
-        except ValueError:
-            found = None
-        if found is not None:
-            return found
-    return store.resolve(name)
-
-
 class Blocks:
     """GET, HEAD, PUT and DELETE of one shard of a block."""
 
@@ -57,7 +49,7 @@ class Blocks:
 
     async def get(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Bring the block into host if need be and stream it from there."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
         tier = self._store.holder(namespace, id) or "host"
         slot = await self._lease(namespace, id)
@@ -70,7 +62,7 @@ class Blocks:
 
     async def head(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Whether it is here, and in which tier. Does not count as a use of the block."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
         tier = self._store.holder(namespace, id)
         if tier is None:
@@ -80,7 +72,7 @@ class Blocks:
 
     async def put(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Stream a block into host. 201 when it was stored, 200 when it was there already."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         refuse_encoded(request)
         wanted = _wanted_checksum(request)
         durable = _flag(request, "durable")
@@ -94,7 +86,7 @@ class Blocks:
             await _skip(request, namespace.block_bytes)
             outcome, digest = slot, None
         else:
-            raise self._full(namespace)
+            raise self._full(namespace, slot)
         if outcome is Outcome.STALE:
             raise Problem(
                 409, "stale", "the namespace was flushed during the upload", "compute the block anew; its bytes are old"
@@ -106,7 +98,7 @@ class Blocks:
 
     async def delete(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Forget the block in every tier. Idempotent; whoever reads it may finish."""
-        namespace, id = self._target(names)
+        namespace, id = self._target(request, names)
         counts = await self._store.delete(namespace, [id])
         done = {tier: {"deleted": count} for tier, count in counts.items()}
         skipped = {f"{tier}_unreachable": 1 for tier in self._store.tiers if tier not in counts}
@@ -114,8 +106,8 @@ class Blocks:
             skipped["absent"] = 1
         return reply(request, Done(namespace.id.hex(), 1, done, skipped))
 
-    def _target(self, names: Mapping[str, str]) -> tuple[Namespace, bytes]:
-        namespace = find_namespace(self._store, names["ns"])
+    def _target(self, request: web.BaseRequest, names: Mapping[str, str]) -> tuple[Namespace, bytes]:
+        namespace = find_namespace(self._store.namespaces, names["ns"], tenant_of(request))
         if not namespace.registered:
             raise NotFound(
                 f"namespace {namespace.id.hex()[:16]} is known from stored blocks only, not what its blocks are",
@@ -138,8 +130,8 @@ class Blocks:
             ) from None
         if isinstance(result, Slot):
             return result
-        if result is Outcome.FULL:
-            raise self._full(namespace)
+        if result in (Outcome.FULL, Outcome.QUOTA):
+            raise self._full(namespace, result)
         if result is Outcome.FAILED:
             errors = [error for lower in self._store.below if (error := lower.status().last_error)]
             raise TierDown(f"the block could not be read: {'; '.join(errors) or 'see the log'}", "treat it as a miss")
@@ -172,6 +164,10 @@ class Blocks:
     async def _make_durable(self, namespace: Namespace, id: bytes) -> None:
         if not await self._store.make_durable(namespace, id):
             tier = self._store.below[-1]
+            shares, needed = self._store.shares.get(tier.name), PAGE + slot_bytes_for(namespace.block_bytes)
+            limit = shares.limit(namespace.id) if shares is not None else None
+            if shares is not None and limit is not None and limit < needed:
+                raise _over_quota(shares, namespace, tier.name, needed)
             why = tier.status().last_error or "its queue is full"
             raise Problem(
                 503,
@@ -181,7 +177,9 @@ class Blocks:
                 tier=tier.name,
             )
 
-    def _full(self, namespace: Namespace) -> TierFull:
+    def _full(self, namespace: Namespace, why: Outcome) -> TierFull | Problem:
+        if why is Outcome.QUOTA:
+            return _over_quota(self._store.host.shares, namespace, "host", slot_bytes_for(namespace.block_bytes))
         status = self._store.host.status()
         return TierFull(
             "host",
@@ -189,6 +187,22 @@ class Blocks:
             status.capacity_bytes - status.used_bytes,
             "every block that is left is leased, pinned or being written: release, unpin, or raise host.size",
         )
+
+
+def _over_quota(shares: Shares | DiskShares, namespace: Namespace, tier: str, needed: int) -> Problem:
+    """507 with the tenant's numbers."""
+    tenant, limit = shares.tenant(namespace.id), shares.limit(namespace.id) or 0
+    used = shares.of(tenant)
+    return Problem(
+        507,
+        "quota",
+        f"tenant {tenant} may hold {limit} bytes of {tier} and holds {used}; {needed} more are needed",
+        "all that is left of its own is leased, pinned or being written: release, unpin, or raise its quota",
+        tier=tier,
+        needed_bytes=needed,
+        used_bytes=used,
+        limit_bytes=limit,
+    )
 
 
 async def _fill(room: memoryview, request: web.BaseRequest) -> None:
@@ -230,7 +244,7 @@ async def _stream(request: web.BaseRequest, payload: memoryview, digest: int, ti
     response.content_type = "application/octet-stream"
     response.content_length = last - first
     transport = request.transport
-    if transport is None:
+    if transport is None or transport.is_closing():
         raise ConnectionResetError("the reader has gone")
     # The transport may keep a reference to what it could not send yet instead of a copy. With no buffer allowed, drain
     # returns when all of it is in the kernel, so nothing of the arena is looked at after the lease has ended. When the
@@ -249,7 +263,8 @@ async def _stream(request: web.BaseRequest, payload: memoryview, digest: int, ti
     except BaseException:
         transport.abort()
         raise
-    transport.set_write_buffer_limits()
+    if not transport.is_closing():  # one of TLS that is gone has no limits to set
+        transport.set_write_buffer_limits()
     return response
 
 

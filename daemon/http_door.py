@@ -1,30 +1,30 @@
 """The people's door: HTTP on a Unix socket and, where configured, TCP.
 
 Owns both listeners, the table of routes, who may ask, and how errors look. Runs on the event loop and never blocks it.
-Imports aiohttp, the other ``http_`` modules, ``metrics``, ``status``, ``config``, ``descriptors``, ``gpus``,
-``heartbeat``, ``sessions``, ``store``, ``errors``.
+Imports aiohttp, the other ``http_`` modules, ``access``, ``metrics``, ``status``, ``config``, ``descriptors``,
+``gpus``, ``heartbeat``, ``sessions``, ``store``, ``tls``, ``errors``.
 
 Every answer to a request that was not done is ``{"error": {"kind", "message", "hint"}}``. The Unix socket is protected
-by the permissions of its file; TCP by the token, or by being reachable from this machine only.
+by the permissions of its file and by who is at its other end; TCP by tokens, or by being reachable from this machine
+only.
 """
 
 import asyncio
 import errno
-import hmac
-import ipaddress
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from aiohttp import web
 
-from terracekv.daemon.config import Config, read_token, tcp_address, version
+from terracekv.daemon.access import Access
+from terracekv.daemon.access_file import Right
+from terracekv.daemon.config import Config, tcp_address, version
 from terracekv.daemon.descriptors import most
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
+from terracekv.daemon.http_gate import admit, tenant_of
 from terracekv.daemon.http_messages import (
     Alive,
     Done,
@@ -47,10 +47,11 @@ from terracekv.daemon.http_messages import (
 from terracekv.daemon.http_queries import EVENTS_TYPE, Queries
 from terracekv.daemon.http_routes import Route, Routes, openapi
 from terracekv.daemon.metrics import CONTENT_TYPE, UNMATCHED, Metrics
-from terracekv.daemon.own_socket import take_over
+from terracekv.daemon.own_socket import bind
 from terracekv.daemon.sessions import Sessions
-from terracekv.daemon.status import namespaces_document, status_document
+from terracekv.daemon.status import namespaces_document, status_document, tenant_document
 from terracekv.daemon.store import Store
+from terracekv.daemon.tls import HANDSHAKE_S
 from terracekv.tiers.errors import InUse, TerraceError
 from terracekv.tiers.journal import INTERNAL, Journal
 
@@ -77,6 +78,7 @@ UNREADABLE = {
 """By words of the library's message: what to do about a request that cannot be read."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 BYTES_TYPE = "application/octet-stream"
+TEXT_TYPE = "text/plain"
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
     b"Connection: close\r\nRetry-After: 1\r\n\r\n%b"
@@ -86,7 +88,8 @@ TOO_MANY %= len(_BUSY), _BUSY
 
 
 class HttpDoor:
-    """``started`` is of ``time.monotonic``. Raises ConfigError when a token file is configured and cannot be used."""
+    """``started`` is of ``time.monotonic``; ``access`` is that of the engine door too. Raises ConfigError when a token
+    file is configured and cannot be used."""
 
     def __init__(
         self,
@@ -97,6 +100,7 @@ class HttpDoor:
         started: float,
         gpus: Gpus | None = None,
         heart: Heartbeat | None = None,
+        access: Access | None = None,
     ) -> None:
         self.path = config.daemon.runtime_dir / SOCKET
         self.port: int | None = None
@@ -110,7 +114,7 @@ class HttpDoor:
         self._config = config
         self._started = started
         self._gpus = gpus or Gpus()
-        self._token = read_token(config)
+        self._access = access or Access(config)
         self._busy: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._open: list[tuple[web.Server, asyncio.Server]] = []
         self._closing = False
@@ -123,11 +127,8 @@ class HttpDoor:
     async def listen(self) -> None:
         """Open the doors. A socket that a dead daemon left is replaced; one that answers, or a TCP port that is taken,
         is InUse."""
-        take_over(self.path)
         loop = asyncio.get_running_loop()
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(str(self.path))
-            os.chmod(self.path, 0o600)  # before anybody can connect
+        with bind(self.path, self._access.socket_owner) as bound:
             server = self._server(tcp=False)
             listener = await loop.create_unix_server(server, sock=bound.dup(), backlog=BACKLOG)
         self._open.append((server, listener))
@@ -135,7 +136,11 @@ class HttpDoor:
         if address is not None:
             server = self._server(tcp=True)
             try:
-                listener = await loop.create_server(server, *address, backlog=BACKLOG)
+                tls = self._access.tls.context
+                limit_s = HANDSHAKE_S if tls is not None else None
+                listener = await loop.create_server(
+                    server, *address, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit_s
+                )
             except OSError as error:
                 await self.close(0)
                 raise InUse(
@@ -221,85 +226,48 @@ class HttpDoor:
             raise Problem(
                 503, "closing", "the daemon is going down", "treat it as a miss", headers={"Connection": "close"}
             )
-        if route.open:
-            return
-        if len(self._busy) > REQUESTS_MAX:
+        if route.right is not None and len(self._busy) > REQUESTS_MAX:
             raise Problem(
                 503, "busy", f"{REQUESTS_MAX} requests are under way", "try again", headers={"Retry-After": "1"}
             )
-        if not tcp:
-            return
-        if self._token is not None:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), self._token.encode())
-            if scheme.lower() != "bearer" or not same:
-                raise Problem(
-                    401,
-                    "unauthorized",
-                    "this door asks for a token",
-                    "send Authorization: Bearer with the content of daemon.token_file",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-        elif not _is_literal(request.host):
-            # A web page can make a name of its own point at this machine; then its browser would let it read answers.
-            raise Problem(
-                403,
-                "forbidden",
-                f"without a token only localhost and IP addresses are answered for, not {request.host[:80]!r}",
-                "set daemon.token_file, or use the address",
-            )
+        admit(self._access, request, route, tcp=tcp)
 
     def _table(self, blocks: Blocks, queries: Queries) -> list[Route]:
-        shard = "/v1/namespaces/{ns}/blocks/{key}"
-        block_routes = [
-            route
-            for path in (shard, shard + "/{shard}")
-            for route in (
-                Route(
-                    "GET", path, blocks.get, "Bytes of a block", {200: BYTES_TYPE, 206: BYTES_TYPE}, headers=["Range"]
-                ),
-                Route("HEAD", path, blocks.head, "Whether a block is here, and in which tier", {200: None}),
-                Route(
-                    "PUT",
-                    path,
-                    blocks.put,
-                    "Store a block",
-                    {201: Stored, 200: Stored},
-                    request=BYTES_TYPE,
-                    query=["durable"],
-                    headers=[CHECKSUM],
-                ),
-                Route("DELETE", path, blocks.delete, "Forget a block in every tier", {200: Done}),
-            )
-        ]
+        read, write, admin = Right.READ, Right.WRITE, Right.ADMIN
         return [
-            Route("POST", "/v1/lookup", queries.lookup, "How much of a chain is here", {200: Found}, Lookup),
-            *block_routes,
-            Route("POST", "/v1/prefetch", queries.prefetch, "Bring a chain up into host", {200: Done}, Prefetch),
-            Route("POST", "/v1/pin", queries.pin, "Keep a chain in host for a while", {200: Done}, Pin),
-            Route("POST", "/v1/unpin", queries.unpin, "Let go of a pinned chain", {200: Done}, Unpin),
-            Route("POST", "/v1/flush", queries.flush, "Forget a namespace's blocks", {200: Done}, Flush),
-            Route("POST", "/v1/verify", queries.verify, "Check stored blocks", {200: Verified}, Verify),
-            Route("POST", "/v1/sync", queries.sync, "Bring what is stored on disk to the medium", {200: Synced}),
-            Route("GET", "/v1/status", self._status, "All that the daemon knows about itself", {200: dict}),
-            Route("GET", "/v1/namespaces", self._namespaces, "All namespaces", {200: dict}),
+            Route("POST", "/v1/lookup", read, queries.lookup, "How much of a chain is here", {200: Found}, Lookup),
+            *_block_routes(blocks),
+            Route("POST", "/v1/prefetch", read, queries.prefetch, "Bring a chain up into host", {200: Done}, Prefetch),
+            Route("POST", "/v1/pin", write, queries.pin, "Keep a chain in host for a while", {200: Done}, Pin),
+            Route("POST", "/v1/unpin", write, queries.unpin, "Let go of a pinned chain", {200: Done}, Unpin),
+            Route("POST", "/v1/flush", admin, queries.flush, "Forget a namespace's blocks", {200: Done}, Flush),
+            Route("POST", "/v1/verify", admin, queries.verify, "Check stored blocks", {200: Verified}, Verify),
+            Route("POST", "/v1/sync", admin, queries.sync, "Bring what is stored on disk to the medium", {200: Synced}),
+            Route("GET", "/v1/status", read, self._status, "All that the daemon knows about itself", {200: dict}),
+            Route("GET", "/v1/namespaces", read, self._namespaces, "All namespaces", {200: dict}),
             Route(
                 "GET",
                 "/v1/events",
+                read,
                 queries.events,
                 "Server-sent events: stored, removed, flushed, gap",
                 {200: EVENTS_TYPE},
                 query=["after"],
                 headers=["Last-Event-ID"],
             ),
-            Route("GET", "/metrics", self._metrics_text, "Metrics in Prometheus' format", {200: "text/plain"}),
-            Route("GET", "/healthz", self._healthz, "Whether the daemon answers", {200: Alive}, open=True),
-            Route("GET", "/readyz", self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}, open=True),
-            Route("GET", "/openapi.json", self._openapi_json, "This document", {200: dict}),
-            Route("GET", "/", self._root, "Where to look", {200: "text/plain"}),
+            Route(
+                "GET", "/metrics", Right.METRICS, self._metrics_text, "Figures in Prometheus' format", {200: TEXT_TYPE}
+            ),
+            Route("GET", "/healthz", None, self._healthz, "Whether the daemon answers", {200: Alive}),
+            Route("GET", "/readyz", None, self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}),
+            Route("GET", "/openapi.json", read, self._openapi_json, "This document", {200: dict}),
+            Route("GET", "/", read, self._root, "Where to look", {200: TEXT_TYPE}),
         ]
 
     async def _status(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        if tenant := tenant_of(request):
+            document = tenant_document(self._store, self._sessions, tenant, not_ready=self._reasons())
+            return reply(request, document)
         document = status_document(
             self._store,
             self._sessions,
@@ -309,11 +277,12 @@ class HttpDoor:
             not_ready=self._reasons(),
             requests=len(self._busy),
             gpus=self._gpus,
+            access=self._access,
         )
         return reply(request, document)
 
     async def _namespaces(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
-        return reply(request, {"namespaces": namespaces_document(self._store)})
+        return reply(request, {"namespaces": namespaces_document(self._store, tenant_of(request))})
 
     async def _metrics_text(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -373,12 +342,33 @@ class _Server(web.Server):
         return connection
 
 
-def _is_literal(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
-    if name == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
+def _block_routes(blocks: Blocks) -> list[Route]:
+    shard = "/v1/namespaces/{ns}/blocks/{key}"
+    return [
+        route
+        for path in (shard, shard + "/{shard}")
+        for route in (
+            Route(
+                "GET",
+                path,
+                Right.READ,
+                blocks.get,
+                "Bytes of a block",
+                {200: BYTES_TYPE, 206: BYTES_TYPE},
+                headers=["Range"],
+            ),
+            Route("HEAD", path, Right.READ, blocks.head, "Whether a block is here, and in which tier", {200: None}),
+            Route(
+                "PUT",
+                path,
+                Right.WRITE,
+                blocks.put,
+                "Store a block",
+                {201: Stored, 200: Stored},
+                request=BYTES_TYPE,
+                query=["durable"],
+                headers=[CHECKSUM],
+            ),
+            Route("DELETE", path, Right.WRITE, blocks.delete, "Forget a block in every tier", {200: Done}),
+        )
+    ]

@@ -1,7 +1,7 @@
 """Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, sync, events.
 
 Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
-``http_bodies``, ``http_messages``, ``store``, ``tasks`` and ``tiers``.
+``http_bodies``, ``http_gate``, ``http_messages``, ``naming``, ``store``, ``tasks`` and ``tiers``.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import msgspec
 from aiohttp import web
 
 from terracekv.daemon import tasks
-from terracekv.daemon.http_blocks import find_namespace
 from terracekv.daemon.http_bodies import Bodies
+from terracekv.daemon.http_gate import refuse_tenants, tenant_of
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
     Chain,
@@ -37,6 +37,7 @@ from terracekv.daemon.http_messages import (
     reply,
     tokens_of,
 )
+from terracekv.daemon.naming import find_namespace
 from terracekv.daemon.store import Store
 from terracekv.tiers.audit import Audit
 from terracekv.tiers.block import block_id, block_keys
@@ -71,7 +72,7 @@ class Queries:
         wanted = await self._bodies.read(request, Lookup)
         _check_form(wanted)
         try:
-            namespace = find_namespace(self._store, wanted.namespace)
+            namespace = find_namespace(self._store.namespaces, wanted.namespace, tenant_of(request))
         except NotFound:
             namespace = None
         if namespace is None or not namespace.registered:
@@ -107,7 +108,7 @@ class Queries:
     async def pin(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Hold a chain in host. What cannot be held is counted under why not."""
         wanted = await self._bodies.read(request, Pin)
-        namespace, ids = await self._named(wanted)
+        namespace, ids = await self._named(request, wanted)
         try:
             async with asyncio.timeout(PIN_S_MAX):
                 namespace = await self._store.learn(namespace, ids, PIN_S_MAX)
@@ -131,7 +132,7 @@ class Queries:
         """Forget a namespace's blocks. ``skipped.leased``: gone for lookups, but their room only comes back when
         their readers let go (counted for the tier as a whole). For the rest of ``skipped`` see ``Flushed``."""
         wanted = await self._bodies.read(request, Flush)
-        namespace = find_namespace(self._store, wanted.namespace)
+        namespace = find_namespace(self._store.namespaces, wanted.namespace, tenant_of(request))
         flushed = await self._store.flush(namespace, wanted.tier)
         skipped = {}
         if "host" in flushed.dropped:
@@ -141,6 +142,7 @@ class Queries:
 
     async def verify(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Check a bounded number of blocks of one tier, in its own workers; the caller asks again for the next."""
+        refuse_tenants(request)
         wanted = await self._bodies.read(request, Verify)
         store = self._store
         audits: dict[str, Callable[[str | None], Audit]] = {"host": store.host.audit}
@@ -160,6 +162,7 @@ class Queries:
 
     async def sync(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Answers when all that is on its way to the disk tier, or in it, outlives a loss of power."""
+        refuse_tenants(request)
         waited = {through.lower.name: through.writes for through in self._store.through}
         writes = [write for of_tier in waited.values() for write in of_tier]
         synced = []
@@ -202,6 +205,8 @@ class Queries:
                 if coming.done():
                     event = coming.result()
                     coming = tasks.begin(_next(stream), "events-next")
+                    if not self._is_for(tenant_of(request), event):
+                        continue
                     body = msgspec.json.encode(event)
                     await _send(
                         response, b"id: %d\nevent: %b\ndata: %b\n\n" % (event["seq"], event["event"].encode(), body)
@@ -217,6 +222,13 @@ class Queries:
             await asyncio.wait((coming, closing))
             await stream.aclose()  # type: ignore[attr-defined]
         return response
+
+    def _is_for(self, tenant: str, event: Mapping[str, Any]) -> bool:
+        """Whether an event is of a namespace that a tenant may see. That some were missed is for everybody."""
+        if not tenant or "namespace" not in event:
+            return True
+        namespace = self._store.namespaces.get(bytes.fromhex(event["namespace"]))
+        return namespace is not None and namespace.tenant == tenant
 
     def left(self, connection: web.RequestHandler) -> None:
         """Whoever listened on this connection has gone: its place is free at once."""
@@ -239,11 +251,11 @@ class Queries:
         return Found(None, 0, asked, 0, 0, nothing, 0, 0.0, FirstMiss(0, Miss.UNKNOWN_NAMESPACE.value))
 
     async def _chain(self, request: web.BaseRequest, kind: type[Chain]) -> tuple[Namespace, list[bytes]]:
-        return await self._named(await self._bodies.read(request, kind))
+        return await self._named(request, await self._bodies.read(request, kind))
 
-    async def _named(self, wanted: Chain) -> tuple[Namespace, list[bytes]]:
+    async def _named(self, request: web.BaseRequest, wanted: Chain) -> tuple[Namespace, list[bytes]]:
         """The namespace, and the ids of all shards of the chain's blocks. NotFound when not known."""
-        namespace = find_namespace(self._store, wanted.namespace)
+        namespace = find_namespace(self._store.namespaces, wanted.namespace, tenant_of(request))
         if not namespace.registered:
             raise NotFound(
                 f"namespace {namespace.id.hex()[:16]} is known from stored blocks only, not what its blocks are",

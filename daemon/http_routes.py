@@ -1,6 +1,7 @@
 """Which request goes to whom, and the OpenAPI document that says so to others.
 
-Owns the table of routes. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec and ``http_messages``.
+Owns the table of routes. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec, ``access_file`` and
+``http_messages``.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
+from terracekv.daemon.access_file import Right
 from terracekv.daemon.http_messages import KEY_SCHEMA, ONE_OF_BOTH, Chain, Failure, Problem
 
 Handler = Callable[[web.BaseRequest, Mapping[str, str]], Awaitable[web.StreamResponse]]
@@ -37,17 +39,18 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class Route:
-    """``answers`` maps a status to the struct of its body, or to its media type. ``open`` routes ask for no token."""
+    """``answers`` maps a status to the struct of its body, or to its media type. ``right`` is what a caller must have;
+    None for the routes that ask for no token, as probes have none."""
 
     method: str
     path: str
+    right: Right | None
     handler: Handler
     summary: str
     answers: Mapping[int, Any]
     request: Any = None
     query: Sequence[str] = ()
     headers: Sequence[str] = ()
-    open: bool = False
 
 
 class Routes:
@@ -129,8 +132,9 @@ def _operation(route: Route) -> dict[str, Any]:
         operation["parameters"] = parameters
     if route.request is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.request, "")["content"]}
-    if not route.open:
+    if route.right is not None:
         operation["security"] = [{}, {"token": []}]
+        operation["description"] = f"Needs the right {route.right}."
     return operation
 
 

@@ -26,7 +26,7 @@ from terracekv.tiers.tier import TierStatus
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 BUCKETS_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
-EVICTION_REASONS = ("capacity", "flush", "delete", "damaged")
+EVICTION_REASONS = ("capacity", "quota", "flush", "delete", "damaged")
 STATUS_KINDS = ("2xx", "3xx", "4xx", "5xx")
 UNMATCHED = "unmatched"
 P = "terracekv_"

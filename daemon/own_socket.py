@@ -1,14 +1,15 @@
-"""The file of a Unix socket: whether a daemon listens on it, and taking it over when none does.
+"""The file of a Unix socket: whether a daemon listens on it, taking it over when none does, and whose it is then.
 
 Owns nothing. Called by both doors on the event loop and once before it. Imports ``tiers.errors``.
 """
 
 import contextlib
+import os
 import socket
 import stat
 from pathlib import Path
 
-from terracekv.tiers.errors import InUse
+from terracekv.tiers.errors import ConfigError, InUse
 
 
 def nobody_listens(path: Path) -> None:
@@ -27,3 +28,34 @@ def take_over(path: Path) -> None:
     """Remove a socket that a dead daemon left."""
     nobody_listens(path)
     path.unlink(missing_ok=True)
+
+
+def bind(path: Path, owner: tuple[int, int, int]) -> socket.socket:
+    """A socket bound to ``path`` that is its owner's (uid, gid, mode) before anybody can connect; -1 leaves a uid or a
+    gid as it is. Whomever the mode lets in may pass through the folder, and see nothing else in it.
+
+    ConfigError when this user may not give it away.
+    """
+    uid, gid, mode = owner
+    take_over(path)
+    bound = socket.socket(socket.AF_UNIX)
+    try:
+        bound.bind(str(path))
+        os.chmod(path, 0o600)
+        if (uid, gid) != (-1, -1):
+            os.chown(path, uid, gid)
+            os.chown(path.parent, -1, gid)
+        os.chmod(path, mode)
+        folder = path.parent.stat().st_mode & 0o7777
+        if through := (0o010 * bool(mode & 0o060) | 0o001 * bool(mode & 0o006)) & ~folder:
+            os.chmod(path.parent, folder | through)
+    except PermissionError as error:
+        bound.close()
+        raise ConfigError(
+            f"access.socket_owner, socket_group: {path} cannot be given away: {error.strerror}",
+            "only root gives files to another user, and others only to a group that they are in",
+        ) from None
+    except BaseException:
+        bound.close()
+        raise
+    return bound

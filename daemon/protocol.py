@@ -121,7 +121,8 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     """First message of a session. ``shard`` is None for a scheduler, which leases blocks whole and copies nothing.
 
     ``credential`` names the tenant; the daemon derives the namespace's salt from it. ``pid`` is for people only.
-    ``gpu`` is the UUID of the GPU that the engine's KV is on, empty without one.
+    ``gpu`` is the UUID of the GPU that the engine's KV is on, empty without one. ``access`` is ``write``, or ``read``
+    for a session that stores nothing: it gets the arena for reading only.
     """
 
     version: int
@@ -137,6 +138,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
     credential: bytes = b""
     engine: str = ""
     gpu: str = ""
+    access: str = "write"
 
 
 class Lookup(msgspec.Struct, tag="lookup", array_like=True):
@@ -217,10 +219,10 @@ class GpuMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """The session is open. The client maps ``arena`` for reading and writing and ``slots`` (the slot table) for
-    reading, and holds a shared lock on byte ``lock_byte`` of ``slots`` for as long as it may write: see
-    ``connector/arena.py``. ``gpu`` is offered to an engine on the GPU that has the gpu tier; else ``no_gpu`` says why
-    not. Sizes in bytes."""
+    """The session is open. The client maps ``arena``, for writing if it may write, and ``slots`` (the slot table) for
+    reading: the two descriptors that come with this message, or else the files of these names. It holds a shared lock
+    on byte ``lock_byte`` of ``slots`` for as long as it may write: see ``connector/arena.py``. ``gpu`` is offered to an
+    engine on the GPU that has the gpu tier; else ``no_gpu`` says why not. Sizes in bytes."""
 
     session: int
     namespace_id: bytes

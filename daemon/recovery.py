@@ -1,7 +1,7 @@
 """Opening what an earlier daemon left, in an order in which each step stands on the one before.
 
-Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``, ``config_s3``,
-``gpus`` and ``sessions``.
+Owns nothing; runs once, before the event loop. Imports ``tiers``, ``config``,
+``config_encryption``, ``config_s3``, ``gpus`` and ``sessions``.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from terracekv.daemon.config import Config
+from terracekv.daemon.config_encryption import open_keys
 from terracekv.daemon.config_s3 import settings_of
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.sessions import read_secret
@@ -29,6 +30,7 @@ from terracekv.tiers.slots import SlotTable, table_fits
 
 if TYPE_CHECKING:
     from terracekv.tiers.s3 import S3Tier
+    from terracekv.tiers.seal import Keys
 
 journal = Journal(__name__)
 
@@ -101,6 +103,7 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
         if host.adopted_blocks:
             text = f"adopted {host.adopted_blocks} blocks in host"
             journal.info("TKV-ADOPTED", text, blocks=host.adopted_blocks)
+        keys = open_keys(config.encryption)
         disk = None
         if config.disk.enabled:
             _warn_of_network(config.disk_path)
@@ -113,8 +116,9 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
                 codec=config.disk.codec,
                 namespaces=namespaces,
                 free_floor_bytes=config.disk.free_floor,
+                keys=keys,
             )
-        s3 = _open_s3(config, namespaces) if config.s3.enabled else None
+        s3 = _open_s3(config, namespaces, keys) if config.s3.enabled else None
         gpus = _open_gpu(config, arena, slab, namespaces) if config.gpu.enabled else Gpus()
         return Tiers(state_lock, namespaces, arena, table, host, disk, secret, gpus, s3)
     except BaseException:
@@ -157,7 +161,7 @@ def _open_gpu(config: Config, arena: Arena, slab_bytes: int, namespaces: Namespa
     return gpus
 
 
-def _open_s3(config: Config, namespaces: Namespaces) -> "S3Tier":
+def _open_s3(config: Config, namespaces: Namespaces, keys: "Keys | None") -> "S3Tier":
     """Its libraries take as much memory as the rest of the daemon: they are loaded where they are used."""
     try:
         from terracekv.tiers.s3 import S3Tier
@@ -165,4 +169,4 @@ def _open_s3(config: Config, namespaces: Namespaces) -> "S3Tier":
         raise ConfigError(
             f"s3.enabled is true and {missing.name} is not installed", 'pip install "terracekv[s3]"'
         ) from None
-    return S3Tier(settings_of(config.s3), namespaces=namespaces)
+    return S3Tier(settings_of(config.s3), namespaces=namespaces, keys=keys)

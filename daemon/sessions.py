@@ -1,6 +1,7 @@
 """Sessions: who is connected, what they lease and reserve, and that it ends with them.
 
-Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers`` and ``store``.
+Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers``,
+``access_file``, ``peers`` and ``store``.
 
 A session's leases end when it closes. Its reservations do too, but their slots are freed only once its process can no
 longer write: the client holds a lock on a byte of the slot table for that long (``SlotTable.writer_gone``).
@@ -15,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from terracekv.daemon.access_file import Caller
+from terracekv.daemon.peers import Peer
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.errors import BadRequest, Damaged, NotFound
@@ -58,6 +61,11 @@ def tenant_salt(secret: bytes, credential: bytes) -> bytes:
     return hmac.digest(secret, b"terracekv/tenant/1\0" + credential, hashlib.sha256) if credential else b""
 
 
+def salt_of_tenant(secret: bytes, tenant: str) -> bytes:
+    """The salt of a tenant that the access file names: that of its name, so that a new token finds the old blocks."""
+    return hmac.digest(secret, b"terracekv/tenant/2\0" + tenant.encode(), hashlib.sha256) if tenant else b""
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """The right to read slots. ``slots`` of host grows as blocks come up; ``pending`` are still on their way; ``near``
@@ -95,6 +103,11 @@ class Session:
     """Whether the engine has the gpu tier's memory open."""
     not_near: str | None = None
     """Why it has not, where it has a GPU."""
+    caller: Caller | None = None
+    """Whom the daemon took it for."""
+    peer: Peer | None = None
+    """The process at the other end, as the kernel says."""
+    may_write: bool = True
     since: float = field(default_factory=time.time)
     leases: dict[int, Lease] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)

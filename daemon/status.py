@@ -1,16 +1,17 @@
 """The status document: everything that the daemon knows about itself, as plain data.
 
 Owns nothing; reads the store, the sessions and the settings. Called by the people's door on the event loop; no call in
-here waits for I/O. Imports ``config``, ``sessions``, ``store`` and ``tiers``.
+here waits for I/O. Imports ``access``, ``config``, ``sessions``, ``store`` and ``tiers``.
 """
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from terracekv.daemon import tasks
+from terracekv.daemon.access import Access
 from terracekv.daemon.below import Lower
 from terracekv.daemon.config import Config, describe, version
 from terracekv.daemon.distant import Distant
@@ -34,6 +35,7 @@ def status_document(
     not_ready: list[str],
     requests: int,
     gpus: Gpus,
+    access: Access,
 ) -> dict[str, Any]:
     """All of it. ``started`` is of ``time.monotonic``; ``requests`` are those under way over HTTP."""
     return {
@@ -61,12 +63,44 @@ def status_document(
         "gpus": [{"uuid": gpu.uuid, **gpu.readings, "reasons": gpu.reasons} for gpu in gpus.survey.gpus],
         "gpus_reason": gpus.survey.reason,
         "sessions": [_session(session) for session in sessions.open.values()],
+        "tenants": tenants_document(store, access.table.tenants),
+        "access": access.report(),
         "config": describe(config),
     }
 
 
-def namespaces_document(store: Store) -> list[dict[str, Any]]:
-    """Every namespace ever met here. ``registered`` is false for one known from stored blocks only."""
+def tenant_document(store: Store, sessions: Sessions, tenant: str, *, not_ready: list[str]) -> dict[str, Any]:
+    """What a tenant may know: its own part of it, and whether the daemon is ready."""
+    mine = [session for session in sessions.open.values() if session.namespace.tenant == tenant]
+    return {
+        "version": version(),
+        "ready": not not_ready,
+        "tenant": tenant,
+        "tiers": tenants_document(store, (tenant,))[0]["tiers"],
+        "namespaces": namespaces_document(store, tenant),
+        "sessions": [_session(session) for session in mine],
+    }
+
+
+def tenants_document(store: Store, tenants: Sequence[str]) -> list[dict[str, Any]]:
+    """What each tenant's blocks take of the tiers that can be shared out, and how much they may; None is no limit."""
+    held = {name: shares.by_tenant() for name, shares in store.shares.items()}
+    limits = {name: shares.limits for name, shares in store.shares.items()}
+    return [
+        {
+            "tenant": tenant,
+            "tiers": {
+                name: {"used_bytes": held[name].get(tenant, 0), "limit_bytes": limits[name].get(tenant)}
+                for name in held
+            },
+        }
+        for tenant in tenants
+    ]
+
+
+def namespaces_document(store: Store, tenant: str = "") -> list[dict[str, Any]]:
+    """Every namespace ever met here, or those of a tenant. ``registered`` is false for one known from stored blocks
+    only."""
     return [
         {
             "namespace_id": namespace.id.hex(),
@@ -79,8 +113,10 @@ def namespaces_document(store: Store) -> list[dict[str, Any]]:
             "block_tokens": namespace.block_tokens,
             "block_bytes": namespace.block_bytes,
             "shards": namespace.shards,
+            "tenant": namespace.tenant or None,
         }
         for namespace in store.namespaces
+        if tenant in ("", namespace.tenant)
     ]
 
 
@@ -132,6 +168,10 @@ def _session(session: Session) -> dict[str, Any]:
         "session": session.number,
         "engine": session.engine,
         "pid": session.pid,
+        "peer": {"pid": peer.pid, "uid": peer.uid, "gid": peer.gid} if (peer := session.peer) else None,
+        "caller": session.caller.name if session.caller else None,
+        "tenant": session.namespace.tenant or None,
+        "access": "write" if session.may_write else "read",
         "age_s": round(time.time() - session.since, 3),
         "namespace_id": session.namespace.id.hex(),
         "model": session.namespace.model,

@@ -22,11 +22,12 @@ from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.errors import BadRequest, NotFound
+from terracekv.tiers.disk_shares import DiskShares
 from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.shares import Shares
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Miss, Outcome, Tier, TierStatus
 
@@ -118,6 +119,13 @@ class Store:
         upper: dict[str, Tier] = {self.near.name: self.near.tier} if self.near is not None else {}
         return upper | {"host": self.host} | {lower.name: lower.tier for lower in self.below}
 
+    @property
+    def shares(self) -> dict[str, Shares | DiskShares]:
+        """The books of who holds how much, of the tiers that can be shared out."""
+        near = {self.near.name: self.near.gpu.shares} if self.near is not None else {}
+        disk = {self.disk.name: self.disk.shares} if self.disk is not None else {}
+        return near | {"host": self.host.shares} | disk
+
     def holder(self, namespace: Namespace, id: bytes) -> str | None:
         """The uppermost tier that is known to have a block. Does not count as a use of it."""
         return next((place.name for place in self._places if place.leading(namespace, [id])), None)
@@ -125,21 +133,6 @@ class Store:
     def statuses(self) -> dict[str, TierStatus]:
         """What each tier says of itself, from the top down. Waits for no tier that is stuck."""
         return {place.name: place.status() for place in self._places}
-
-    def resolve(self, name: str) -> Namespace:
-        """A namespace by its id in hex, a unique prefix of it (8 digits or more), or a model name only it bears."""
-        matches = [n for n in self.namespaces if n.model == name]
-        if not matches and len(name) >= 8:
-            matches = [n for n in self.namespaces if n.id.hex().startswith(name.lower())]
-        if len(matches) > 1:
-            ids = ", ".join(n.id.hex()[:16] for n in matches)
-            raise BadRequest(f"{len(matches)} namespaces are called {name!r}", f"name one by its id: {ids}")
-        if not matches:
-            raise NotFound(
-                f"no namespace {name!r}",
-                "GET /v1/namespaces lists those that engines have registered; a prefix of an id needs 8 digits",
-            )
-        return matches[0]
 
     def lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> Found:
         """How many leading blocks are present, whole (all their shards), and from where, as far as is known here.
@@ -260,7 +253,7 @@ class Store:
         """Slots to write for what is not in host: see ``HostTier.reserve``."""
         slots = self.host.reserve(namespace, ids, session)
         self._touched(namespace, [id for id, slot in zip(ids, slots, strict=True) if slot is Outcome.PRESENT])
-        self.stats.refused_reservations += sum(slot is Outcome.FULL for slot in slots)
+        self.stats.refused_reservations += sum(slot in (Outcome.FULL, Outcome.QUOTA) for slot in slots)
         return slots
 
     async def commit(
@@ -359,7 +352,7 @@ class Store:
     def _left_host(self, namespace: Namespace, ids: list[bytes], reason: str) -> None:
         """Called under the host tier's lock, from any thread."""
         for id in ids:
-            if reason != "capacity":
+            if reason not in ("capacity", "quota"):
                 self._evicted.discard(id)
                 continue
             self._evicted.add(id)

@@ -174,7 +174,7 @@ class WriteThrough:
             self.lower.wrote(id)
         if outcome is Outcome.STORED:
             self._count("written", 1)
-        elif outcome in (Outcome.FAILED, Outcome.FULL):
+        elif outcome in (Outcome.FAILED, Outcome.FULL, Outcome.QUOTA):
             self._count("writes_failed", 1)
             self._owe([id])
 

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from terracekv.tests.blocks import registered
 from terracekv.tiers import failpoint
@@ -36,6 +37,7 @@ class Disks:
         free_floor_bytes: int = 0,
         direct: str = "auto",
         codec: str = "off",
+        keys: Any = None,
     ) -> DiskTier:
         return DiskTier(
             self.path,
@@ -43,6 +45,7 @@ class Disks:
             segment_bytes=segment_bytes,
             direct=direct,
             codec=codec,
+            keys=keys,
             namespaces=self.namespaces,
             free_floor_bytes=free_floor_bytes,
         )

@@ -18,6 +18,7 @@ import lmdb
 from terracekv.kernels.pages import populate
 from terracekv.tiers import arena
 from terracekv.tiers.catalog import Catalog
+from terracekv.tiers.catalog_tables import Change
 from terracekv.tiers.failpoint import failpoint
 
 Replace = Callable[[Any, str, Any], None]
@@ -108,7 +109,7 @@ class FaultLayer:
                 self._lmdb("lmdb.read")
                 yield transaction
 
-        def committing(catalog: Catalog, change: Callable[[lmdb.Transaction], Any]) -> Any:
+        def committing(catalog: Catalog, change: Callable[[Change], Any]) -> Any:
             self._lmdb("lmdb.commit")
             return commit(catalog, change)
 

@@ -35,7 +35,6 @@ STUCK_S = 0.1
 DEADLINE_MS = 200
 QUICK = {
     "engine_door.ASK_S_MAX": 0.2,
-    "engine_door.HELLO_S": 5.0,
     "forgetting.DISTANT_S": 0.2,
     "forgetting.LOCAL_S": 0.2,
     "http_blocks.LEARN_S_MAX": 0.2,
@@ -43,6 +42,7 @@ QUICK = {
     "http_queries.PIN_S_MAX": 0.3,
     "engine_door.PIN_S_MAX": 0.3,
     "http_queries.AUDIT_S_MAX": 0.3,
+    "reception.NOTE_S_MAX": 5.0,
     "store.DURABLE_S": 0.3,
 }
 """Deadlines that no caller chooses, made short."""

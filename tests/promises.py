@@ -36,7 +36,10 @@ broken: list[str] = []
 
 
 def watch() -> None:
-    """From here on every tier is looked at before it closes, and every daemon before it is ended."""
+    """From here on every tier is looked at before it closes, and every daemon before it is ended. Again is nothing: the
+    common fixtures are loaded by pytest, and once more by tests that need a name of theirs."""
+    if hasattr(HostTier.close, "__wrapped__"):
+        return
     for kind, look in ((HostTier, host), (GpuTier, slots), (DiskTier, disk)):
         kind.close = _before(kind.close, look, lambda tier: getattr(tier, "_closed", False))  # type: ignore[method-assign]
     Daemon.kill = _before(Daemon.kill, daemon, lambda one: not one.alive)  # type: ignore[method-assign]

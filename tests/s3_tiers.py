@@ -26,11 +26,11 @@ Nodes = Callable[..., AbstractContextManager["Node"]]
 class Node:
     """One tier, the namespaces of its daemon and one namespace of them."""
 
-    def __init__(self, folder: Path, settings: S3Settings, block_bytes: int) -> None:
+    def __init__(self, folder: Path, settings: S3Settings, block_bytes: int, keys: Any = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.namespaces = Namespaces(folder / "namespaces.json")
         self.namespace = registered(self.namespaces, 1, block_bytes)
-        self.tier = S3Tier(settings, namespaces=self.namespaces)
+        self.tier = S3Tier(settings, namespaces=self.namespaces, keys=keys)
 
     @property
     def now(self) -> Namespace:
@@ -57,11 +57,18 @@ class Node:
 
 @contextmanager
 def node(
-    folder: Path, endpoint: str, credentials: Path, *, block_bytes: int = BLOCK_BYTES, probe: bool = True, **more: Any
+    folder: Path,
+    endpoint: str,
+    credentials: Path,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+    probe: bool = True,
+    keys: Any = None,
+    **more: Any,
 ) -> Iterator[Node]:
     """A node for the length of the context; its books are checked at the end."""
     settings = S3Settings(**{"bucket": BUCKET, "endpoint": endpoint, "credentials_file": str(credentials)} | more)
-    made = Node(folder, settings, block_bytes)
+    made = Node(folder, settings, block_bytes, keys)
     try:
         if probe:
             assert made.tier.probe()

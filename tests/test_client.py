@@ -48,7 +48,7 @@ def test_the_surface_of_the_client_is_this_and_grows_only_on_purpose() -> None:
     assert public == {"joined", "namespace_id", "block_bytes", "keys", "lookup", "load", "store", "close"}
     assert list(inspect.signature(Client).parameters) == [
         "socket", "model", "revision", "dtype", "block_tokens", "layout", "shards", "shard", "credential", "engine",
-        "strict", "lookup_budget_ms", "load_deadline_ms", "store_deadline_ms", "attach", "device",
+        "strict", "lookup_budget_ms", "load_deadline_ms", "store_deadline_ms", "attach", "device", "access",
     ]  # fmt: skip
     assert list(inspect.signature(Client.load).parameters) == ["self", "keys", "scatter", "settle", "fetch"]
     assert list(inspect.signature(Client.store).parameters) == ["self", "keys", "gather", "durable", "settle", "first"]

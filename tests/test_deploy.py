@@ -185,11 +185,11 @@ def test_the_image_is_built_from_what_is_there_and_runs_as_nobody_in_particular(
     assert all("python:3.11-slim" in stage[0][1] for stage in image.stages)
 
 
-def test_the_image_has_the_daemon_and_the_s3_tier_and_no_torch() -> None:
+def test_the_image_has_the_daemon_the_s3_tier_the_cipher_and_no_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (install,) = [rest for word, rest in Image().stages[0] if word == "RUN" and "pip install" in rest]
     extras = re.findall(r'"\.\[([\w,]+)\]"', install)
-    assert extras == ["s3"] and "--constraint constraints.txt" in install
+    assert extras == ["s3,encryption"] and "--constraint constraints.txt" in install
     wanted = {*project["dependencies"], *project["optional-dependencies"]["s3"]}
     assert not wanted & {"torch", "transformers", "accelerate"}
 

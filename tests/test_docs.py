@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from terracekv.daemon import http_messages
+from terracekv.daemon.access_file import read_table
 from terracekv.daemon.config import load_config
 from terracekv.daemon.http_client import Door, NotRunning, Silent
 
@@ -105,7 +106,18 @@ def test_the_documented_defaults_start_and_every_runnable_block_runs(reader: Rea
         assert '"error"' not in done.stdout and "FAIL" not in done.stdout, f"{page}: {text}\n{done.stdout}"
 
 
-@pytest.mark.parametrize(("page", "text"), blocks("toml"))
+def is_access_file(text: str) -> bool:
+    return "[[tokens]]" in text
+
+
+@pytest.mark.parametrize(("page", "text"), [block for block in blocks("toml") if is_access_file(block[1])])
+def test_every_file_of_tokens_that_is_shown_is_one(page: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "access.toml").write_text(text)
+    table = read_table(tmp_path / "access.toml")
+    assert table.tokens and table.tenants and table.quotas["host"], page
+
+
+@pytest.mark.parametrize(("page", "text"), [block for block in blocks("toml") if not is_access_file(block[1])])
 def test_every_settings_file_that_is_shown_is_one(page: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "terracekv.toml"
     file.write_text(text)

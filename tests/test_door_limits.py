@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from terracekv.daemon import descriptors, sessions
+from terracekv.daemon.access import Access
+from terracekv.daemon.config import Config
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, Error, Found, Layout, Lookup, Refused, frame
 from terracekv.daemon.unfinished import BYTES_MAX, SMALL_BYTES, Unfinished
@@ -91,7 +93,12 @@ def test_a_session_that_releases_nothing_gets_no_more_leases(worlds: Worlds, mon
 def test_who_asks_one_thing_does_not_wait_behind_those_who_have_asked_much(worlds: Worlds, shm_dir: Path) -> None:
     async def story(w: World) -> None:
         door = EngineDoor(
-            shm_dir / "x.sock", store=w.store, table=w.host.table, arena=w.host.arena.path, secret=bytes(32)
+            shm_dir / "x.sock",
+            store=w.store,
+            table=w.host.table,
+            arena=w.host.arena.path,
+            secret=bytes(32),
+            access=Access(Config()),
         )
         many, one = Peer(door), Peer(door)
         for peer in (many, one):

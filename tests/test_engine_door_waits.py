@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from terracekv.daemon import protocol
+from terracekv.daemon.access import Access
+from terracekv.daemon.config import Config
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.protocol import (
     LENGTH,
@@ -101,6 +103,7 @@ async def open_door(w: World) -> AsyncIterator[Doors]:
         table=w.host.table,
         arena=w.host.arena.path,
         secret=b"s" * 32,
+        access=Access(Config()),
     )
     w.sessions = door.sessions
     await door.listen()
@@ -325,7 +328,9 @@ def test_a_door_does_not_wait_longer_than_its_grace_for_who_never_commits(worlds
 def test_a_socket_left_behind_is_replaced_and_a_living_one_or_a_file_is_not(worlds: Worlds, shm_dir: Path) -> None:
     def door_of(w: World) -> EngineDoor:
         path = shm_dir / "engine.sock"
-        return EngineDoor(path, store=w.store, table=w.host.table, arena=w.host.arena.path, secret=b"s" * 32)
+        return EngineDoor(
+            path, store=w.store, table=w.host.table, arena=w.host.arena.path, secret=b"s" * 32, access=Access(Config())
+        )
 
     async def story(w: World, doors: Doors) -> None:
         with pytest.raises(InUse, match="listens"):

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from dataclasses import replace as but
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_a_file_with_an_epoch_that_cannot_be_is_refused(path: Path, epoch: objec
         {"shards": 1.5},
         {"id": "aa"},
         {"model": None},
+        {"tenant": 7},
         {"dtype": ["u8"]},
         {"layout": "x"},
         {"colour": "red"},
@@ -149,6 +151,22 @@ def test_a_file_of_the_first_format_is_read_and_written_anew_with_a_check(path: 
     again.raise_epoch(A)
     assert json.loads(path.read_bytes())["check"]
     assert Namespaces(path).get(A) == again.get(A)
+
+
+def test_a_tenants_namespace_stays_its_own_and_one_of_nobody_is_written_as_before_tenants(
+    path: Path,
+) -> None:
+    namespaces = Namespaces(path)
+    nobodys, reds = namespaces.register(wanted(A)), namespaces.register(but(wanted(B), tenant="red"))
+    namespaces.raise_epoch(A)
+    content = json.loads(path.read_bytes())
+    assert [row.get("tenant") for row in content["namespaces"]] == [None, "red"]
+    again = Namespaces(path)
+    assert again.get(A) == but(nobodys, epoch=1) and again.get(B) == reds
+    content["namespaces"][1]["tenant"] = "blue"
+    path.write_text(json.dumps(content))
+    with pytest.raises(Damaged, match="check"):
+        Namespaces(path)
 
 
 def test_stamps_of_two_namespaces_differ_whatever_their_epochs(path: Path) -> None:

@@ -55,6 +55,10 @@ async def test_leases_and_reservations_are_shown_by_tier_and_by_session(people: 
         "namespace_id": namespace.id.hex(),
         "model": MODEL,
         "shard": 0,
+        "peer": None,
+        "caller": None,
+        "tenant": None,
+        "access": "write",
         "gpu": None,
         "transport": "arena",
         "transport_reason": None,
@@ -109,6 +113,7 @@ async def test_namespaces_are_listed_alone_too(people: People) -> None:
         "block_tokens": BLOCK_TOKENS,
         "block_bytes": BLOCK_BYTES,
         "shards": 2,
+        "tenant": None,
     }
     assert (second["registered"], second["epoch"]) == (False, 3)
     _, document = await people.ask("GET", "/v1/status")

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from terracekv.daemon.naming import find_namespace
 from terracekv.tests.hosts import BLOCK, SLOTS
 from terracekv.tests.stores import World, Worlds, ids_of, key, opened_worlds
 from terracekv.tiers.errors import NotFound
@@ -199,9 +200,11 @@ def test_a_late_listener_is_told_of_the_gap(worlds: Worlds) -> None:
 def test_a_namespace_is_called_by_its_id_a_prefix_of_it_or_a_name_that_only_it_bears(worlds: Worlds) -> None:
     async def story(w: World) -> None:
         id = w.namespace.id
-        assert w.store.resolve(id.hex()) == w.store.resolve(id.hex()[:8].upper()) == w.store.resolve("model 1")
+        known = w.host.namespaces
+        for name_ in (id.hex(), id.hex()[:8].upper(), "model 1"):
+            assert find_namespace(known, name_).id == id
         for unknown in (id.hex()[:7], "model 2", "", "ffffffff"):
             with pytest.raises(NotFound, match="no namespace"):
-                w.store.resolve(unknown)
+                find_namespace(known, unknown)
 
     worlds.run(story)

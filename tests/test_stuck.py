@@ -147,7 +147,7 @@ async def test_a_beat_that_fails_is_not_the_last(people: People, monkeypatch: py
 def test_a_folder_of_state_that_hangs_keeps_new_models_out_and_nobody_else(
     worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("terracekv.daemon.engine_door.HELLO_S", 0.2)
+    monkeypatch.setattr("terracekv.daemon.reception.NOTE_S_MAX", 0.2)
 
     async def story(w: World, doors: Doors) -> None:
         old = await doors.engine()

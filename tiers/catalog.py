@@ -3,14 +3,14 @@
 Owns one LMDB environment. It *is* the index: nothing of it is kept in Python, so memory does not grow with blocks.
 All of it is derived from segments and can be thrown away, hence no syncing at commit: a commit survives the death of
 the process, and ``sync`` is for the death of the machine. ``leading`` and ``get`` are called on the event loop and in
-worker threads, changes come from worker threads. Imports ``entry``, ``errors``, ``failpoint``, ``gate`` and ``tier``.
+worker threads, changes come from worker threads. Imports ``catalog_tables``,
+``entry``, ``errors``, ``failpoint``, ``gate`` and ``tier``.
 
 The map (LMDB's limit on its file) grows in steps. LMDB forbids that under live transactions, so a gate lets in
 either any number of transactions or one growth.
 """
 
 import os
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,8 @@ from typing import TypeVar, cast
 
 import lmdb
 
-from terracekv.tiers.entry import PLACE, PLACE_AT, STAMP, STAMP_AT, Entry, Place, pack, unpack
+from terracekv.tiers.catalog_tables import NUMBER, PAGES, ROW, Change, Tables, held_by
+from terracekv.tiers.entry import STAMP, Entry, Place, unpack
 from terracekv.tiers.errors import Damaged, Fenced, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.gate import Gate
@@ -30,10 +31,6 @@ _READERS_MAX = 256
 _BATCH = 2048
 _HEADROOM_PAGES = 64
 """Pages that a change may need besides those of its records: copies of branches, the list of free pages."""
-
-_NUMBER = struct.Struct(">I")
-_ROW = struct.Struct(">II")
-_PAGES = struct.Struct("<I")
 
 _BROKEN = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.CursorFullError)
 
@@ -123,69 +120,23 @@ class Catalog:
 
     def publish(self, records: Sequence[tuple[bytes, Entry]]) -> list[bool]:
         """Make records findable, all in one transaction; False where the block is there, of this epoch or a later."""
-
-        def change(transaction: lmdb.Transaction) -> list[bool]:
-            done = []
-            for id, entry in records:
-                old = transaction.get(id)
-                new = old is None or entry.supersedes(old)
-                done.append(new)
-                if new:
-                    self._place(transaction, id, entry)
-            return done
-
-        return self._write(change, len(records))
+        return self._write(lambda change: change.publish(records), len(records))
 
     def move(self, moves: Sequence[tuple[bytes, Entry, Entry]]) -> list[bool]:
         """Replace old entries by new ones, each only while the block is still at its old place."""
-
-        def change(transaction: lmdb.Transaction) -> list[bool]:
-            done = []
-            for id, old, new in moves:
-                value = transaction.get(id)
-                same = value is not None and value[PLACE_AT] == PLACE.pack(old.segment, old.page)
-                done.append(same)
-                if same:
-                    self._place(transaction, id, new)
-            return done
-
-        return self._write(change, len(moves), spend_reserve=True)
+        return self._write(lambda change: change.move(moves), len(moves), spend_reserve=True)
 
     def forget(self, places: Sequence[Place]) -> int:
         """Remove entries, each only while the block is still at that place; the number removed."""
-
-        def change(transaction: lmdb.Transaction) -> int:
-            gone = 0
-            for id, segment, page in places:
-                value = transaction.get(id)
-                if value is not None and value[PLACE_AT] == PLACE.pack(segment, page):
-                    transaction.delete(id)
-                    gone += 1
-            return gone
-
-        return self._write(change, len(places), spend_reserve=True)
+        return self._write(lambda change: change.forget(places), len(places), spend_reserve=True)
 
     def forget_unsound(self, id: bytes) -> int:
         """Remove an entry while its bytes contradict its check; the number removed."""
-
-        def change(transaction: lmdb.Transaction) -> int:
-            value = transaction.get(id)
-            return int(value is not None and unpack(id, value) is None and transaction.delete(id))
-
-        return self._write(change, 1, spend_reserve=True)
+        return self._write(lambda change: change.forget_unsound(id), 1, spend_reserve=True)
 
     def delete(self, stamp: int, ids: Sequence[bytes]) -> int:
         """Remove entries wherever they point; the number that bore ``stamp``."""
-        head = STAMP.pack(stamp)
-
-        def change(transaction: lmdb.Transaction) -> int:
-            gone = 0
-            for id in ids:
-                value = transaction.pop(id)
-                gone += value is not None and value[STAMP_AT] == head
-            return gone
-
-        return self._write(change, len(ids), spend_reserve=True)
+        return self._write(lambda change: change.delete(stamp, ids), len(ids), spend_reserve=True)
 
     def entries(self, after: bytes = b"", limit: int = 4096) -> list[tuple[bytes, Entry | None]]:
         """The next ``limit`` entries in the order of ids; None stands for one that contradicts its check.
@@ -214,26 +165,26 @@ class Catalog:
     def segments(self) -> dict[int, int]:
         """Segments that hold entries, in order, with the page after their last published record."""
         with self._reading() as transaction:
-            cursor = transaction.cursor(self._segments)
-            return {_NUMBER.unpack(key)[0]: _PAGES.unpack(value)[0] for key, value in cursor}
+            cursor = transaction.cursor(self._tables.segments)
+            return {NUMBER.unpack(key)[0]: PAGES.unpack(value)[0] for key, value in cursor}
 
     def set_segments(self, ends: Mapping[int, int]) -> None:
         """Note segments with the page after their last record."""
+        self._write(lambda change: change.set_segments(ends), len(ends))
 
-        def change(transaction: lmdb.Transaction) -> None:
-            for number, end_page in ends.items():
-                transaction.put(_NUMBER.pack(number), _PAGES.pack(end_page), db=self._segments)
-
-        self._write(change, len(ends))
+    def bytes_by_namespace(self) -> dict[int, int]:
+        """Bytes that records take, headers and padding included, by namespace number. Counted as entries change."""
+        with self._reading() as transaction:
+            return held_by(transaction, self._tables)
 
     def held(self, number: int, after: int = -1, limit: int = 1024) -> list[tuple[bytes, Entry]]:
         """The next blocks that lie in a segment beyond page ``after``, in the order of pages."""
         found: list[tuple[bytes, Entry]] = []
         with self._reading() as transaction:
-            cursor = transaction.cursor(self._places)
-            more = cursor.set_range(_ROW.pack(number, after + 1))
+            cursor = transaction.cursor(self._tables.places)
+            more = cursor.set_range(ROW.pack(number, after + 1))
             while more and len(found) < limit:
-                segment, page = _ROW.unpack(cursor.key())
+                segment, page = ROW.unpack(cursor.key())
                 if segment != number:
                     break
                 id = bytes(cursor.value())
@@ -246,36 +197,16 @@ class Catalog:
 
     def drop_segment(self, number: int) -> int:
         """Forget a segment and what is still listed in it, some blocks at a time; the number of blocks."""
-        first, end = _ROW.pack(number, 0), _NUMBER.pack(number + 1)
-        gone = 0
-
-        def change(transaction: lmdb.Transaction) -> tuple[int, bool]:
-            cursor = transaction.cursor(self._places)
-            dropped = 0
-            cursor.set_range(first)
-            for _ in range(_BATCH):
-                row = bytes(cursor.key())  # empty beyond the last
-                if not row or row >= end:
-                    transaction.delete(_NUMBER.pack(number), db=self._segments)
-                    return dropped, False
-                id = bytes(cursor.value())
-                value = transaction.get(id)
-                if value is not None and value[PLACE_AT] == PLACE.pack(*_ROW.unpack(row)):
-                    transaction.delete(id)
-                    dropped += 1
-                cursor.delete()  # and on to the next
-            return dropped, True
-
-        more = True
+        gone, more = 0, True
         while more:
-            dropped, more = self._write(change, _BATCH, spend_reserve=True)
+            dropped, more = self._write(lambda change: change.drop_some(number, _BATCH), _BATCH, spend_reserve=True)
             gone += dropped
         return gone
 
     def count(self) -> int:
         """Entries, of all stamps."""
         with self._reading() as transaction:
-            return int(transaction.stat(self._blocks)["entries"])
+            return int(transaction.stat(self._tables.blocks)["entries"])
 
     def used_bytes(self) -> int:
         """Bytes of the file that hold data or are free for reuse; at most ``map_bytes``."""
@@ -311,21 +242,13 @@ class Catalog:
         self._environment.set_mapsize(self.map_bytes)
         # A hole up to the map's end takes no room and makes the comparison above exact at the next start.
         os.truncate(self._data, self.map_bytes)
-        self._blocks = self._environment.open_db(b"blocks")
-        self._segments = self._environment.open_db(b"segments")
-        self._places = self._environment.open_db(b"places")
+        opened = [self._environment.open_db(name) for name in (b"blocks", b"segments", b"places", b"held")]
+        self._tables = Tables(*opened)
         self._environment.reader_check()
-
-    def _place(self, transaction: lmdb.Transaction, id: bytes, entry: Entry) -> None:
-        """Set an entry; note in the order of places who is there, and how far the segment is filled: appending resumes
-        there after a crash. The note of an entry that is replaced or removed stays until its segment is dropped:
-        whoever reads notes compares them with the entry."""
-        transaction.put(id, pack(id, entry))
-        transaction.put(_ROW.pack(entry.segment, entry.page), id, db=self._places)
-        number = _NUMBER.pack(entry.segment)
-        end = transaction.get(number, db=self._segments)
-        if end is None or _PAGES.unpack(end)[0] < entry.end_page:
-            transaction.put(number, _PAGES.pack(entry.end_page), db=self._segments)
+        with self._environment.begin(db=self._tables.blocks) as transaction:
+            counted, blocks = (transaction.stat(db)["entries"] for db in (self._tables.held, self._tables.blocks))
+        if blocks and not counted:  # one of before there were such books
+            self._commit(Change.recount)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -341,7 +264,7 @@ class Catalog:
 
     @contextmanager
     def _reading(self) -> Iterator[lmdb.Transaction]:
-        with self._inside(), self._errors(), self._environment.begin(db=self._blocks) as transaction:
+        with self._inside(), self._errors(), self._environment.begin(db=self._tables.blocks) as transaction:
             yield transaction
 
     @contextmanager
@@ -354,7 +277,7 @@ class Catalog:
             self.sound = self.sound and not isinstance(error, _BROKEN)
             raise TierDown(f"the catalog failed: {error}", "make room; if that is not it, remove its folder") from error
 
-    def _write(self, change: Callable[[lmdb.Transaction], T], records: int, spend_reserve: bool = False) -> T:
+    def _write(self, change: Callable[[Change], T], records: int, spend_reserve: bool = False) -> T:
         """Do ``change`` in one transaction, growing the map first or again as needed; it may run more than once.
 
         Changes that remove entries are what makes room: they may grow the map without asking (``spend_reserve``),
@@ -381,9 +304,11 @@ class Catalog:
                     pass
             raise TierFull("disk", records * PAGE, 0, "the catalog may not grow; raise the disk tier's capacity")
 
-    def _commit(self, change: Callable[[lmdb.Transaction], T]) -> T:
-        with self._environment.begin(write=True, db=self._blocks) as transaction:
-            result = change(transaction)
+    def _commit(self, change: Callable[[Change], T]) -> T:
+        with self._environment.begin(write=True, db=self._tables.blocks) as transaction:
+            pending = Change(transaction, self._tables)
+            result = change(pending)
+            pending.settle()
             failpoint("catalog.commit")
         failpoint("catalog.committed")
         return result

@@ -6,6 +6,9 @@ those. Called by tiers from any thread. Standard library only.
 
 from enum import IntEnum
 
+SEALED = 0x8000
+"""Set in a record's number where its bytes are sealed; the rest names the codec of what was sealed."""
+
 
 class Codec(IntEnum):
     """How stored bytes become the payload; the number is in the record."""
@@ -24,9 +27,19 @@ class Codec(IntEnum):
         return (0, 2, 4, 1)[self]
 
 
+def is_sealed(number: int) -> bool:
+    """Whether a record's bytes are sealed."""
+    return bool(number & SEALED)
+
+
+def inner(number: int) -> int:
+    """The codec of what was sealed, or of what was not."""
+    return number & ~SEALED
+
+
 def known(number: int) -> bool:
-    """Whether this version can decode the codec of a record."""
-    return any(number == codec for codec in Codec)
+    """Whether this version can decode the codec of a record; a sealed one takes the key, too."""
+    return any(inner(number) == codec for codec in Codec)
 
 
 def codec_for(dtype: str) -> Codec:

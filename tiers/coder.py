@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from terracekv.tiers.checksum import RunningChecksum
 from terracekv.tiers.chooser import Chooser
-from terracekv.tiers.codec_id import Codec, known
+from terracekv.tiers.codec_id import Codec, is_sealed, known
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.scratch import Scratch
@@ -39,23 +39,26 @@ def coded_bytes_max(payload_bytes: int) -> int:
     return (pages_of(payload_bytes) - 1) * PAGE
 
 
-def restore(record: Record, read: Callable[[memoryview], None], into: memoryview, about: str) -> None:
+def restore(
+    record: Record, read: Callable[[memoryview], None], into: memoryview, about: str, *, checked: bool = True
+) -> None:
     """Fill ``into`` with the payload of a record. ``read`` fills the view it is given with the next of its stored
     bytes, or raises; ``about`` names the record in errors.
 
-    Nothing beside ``into`` is touched. Damaged when it is not the payload of which the header has the checksum.
+    Nothing beside ``into`` is touched. Damaged when it is not the payload of which the header has the checksum; not
+    ``checked`` where the bytes were authenticated and the checksum is not the payload's.
     """
     from terracekv.tiers.codec import decode
 
     assert len(into) == record.payload_bytes
-    if not known(record.codec):
+    if not known(record.codec) or is_sealed(record.codec):
         raise Damaged(f"{about} is of codec {record.codec}, which this version does not know")
     running = RunningChecksum()
     try:
         decode(Codec(record.codec), read, record.stored_bytes, into, running.add)
     except Damaged as damage:
         raise Damaged(f"{about}: {damage.message}") from damage
-    if running.value != record.checksum:
+    if checked and running.value != record.checksum:
         raise Damaged(f"{about} has other bytes than were stored")
 
 
@@ -84,7 +87,7 @@ class Coder:
                     return
         yield Stored(Codec.RAW, size, payload)
 
-    def decode(self, record: Record, coded: memoryview, into: memoryview, about: str) -> None:
+    def decode(self, record: Record, coded: memoryview, into: memoryview, about: str, *, checked: bool = True) -> None:
         """``restore`` of a record whose stored bytes are ``coded``."""
         position = 0
 
@@ -94,7 +97,7 @@ class Coder:
             position += len(view)
 
         started = time.perf_counter()
-        restore(record, read, into, about)
+        restore(record, read, into, about, checked=checked)
         self.chooser.decoded(len(into), time.perf_counter() - started)
 
     def _encode(self, namespace: Namespace, codec: Codec, payload: memoryview, room: memoryview) -> int | None:

@@ -1,9 +1,9 @@
 """The disk tier: a log of segments, with the catalog as its index.
 
 Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file. Called by the daemon's worker threads;
-``leading`` and ``status`` also on its event loop. Imports ``audit``, ``catalog``, ``coder``, ``disk_record``,
-``entry``, ``errors``, ``failpoint``, ``folder``, ``journal``, ``ledger``, ``namespace``, ``rolling``, ``segment``,
-``shelf``, ``tier`` and ``upkeep``.
+``leading`` and ``status`` also on its event loop. Imports ``audit``, ``catalog``, ``disk_record``, ``disk_shares``,
+``entry``, ``errors``, ``failpoint``, ``folder``, ``ledger``, ``namespace``, ``rolling``, ``segment``,
+``shelf``, ``tier``, ``upkeep`` and ``vault``.
 
 A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
 there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
@@ -15,25 +15,30 @@ were hit since being appended anew; so bytes on disk stay below the capacity by 
 
 import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from terracekv.tiers import upkeep
 from terracekv.tiers.audit import Audit, id_after
 from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES
-from terracekv.tiers.coder import Stored
 from terracekv.tiers.disk_record import DiskRecords
+from terracekv.tiers.disk_shares import DiskShares
 from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
-from terracekv.tiers.folder import NAMES, OwnedFolder
-from terracekv.tiers.journal import Journal
+from terracekv.tiers.folder import OwnedFolder
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.rolling import Roller
 from terracekv.tiers.segment import SegmentFiles, pages_of
 from terracekv.tiers.shelf import OVERHEAD_BYTES, SEGMENTS_MIN, Segment, Shelf
 from terracekv.tiers.tier import PAGE, Outcome, TierStatus
+from terracekv.tiers.vault import Sealed
+
+if TYPE_CHECKING:
+    from terracekv.tiers.seal import Keys
 
 SMALL_BYTES = 256 << 10
 """Folders, lock files, LMDB's table of readers and the state file, with room to spare."""
@@ -42,7 +47,7 @@ _UNREACHABLE = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EI
 _LOOKS = 3
 """Times a get looks a block up again that moved between the lookup and the read."""
 
-journal = Journal(__name__)
+Records = Callable[[SegmentFiles], DiskRecords]
 
 
 def least_capacity_bytes(segment_bytes: int, catalog_bytes: int = MAP_STEP_BYTES) -> int:
@@ -65,8 +70,9 @@ class DiskTier:
         codec: str = "off",
         namespaces: Namespaces,
         free_floor_bytes: int = FREE_FLOOR_BYTES,
+        keys: "Keys | None" = None,
     ) -> None:
-        """Open a folder, or create it. ``namespaces`` is the daemon's; ``codec`` as in ``Chooser``.
+        """Open a folder, or create it. ``namespaces`` is the daemon's, ``codec`` as in ``Chooser``; ``keys`` seal.
 
         Returns without reading segments. When the catalog could not be trusted ``rebuilding`` is true, and
         ``rebuild`` should be called in a worker thread; the tier serves meanwhile.
@@ -85,12 +91,12 @@ class DiskTier:
         self._closed = False
         self._owned = OwnedFolder(folder)
         try:
-            self._open(segment_bytes, direct, codec, free_floor_bytes)
+            self._open(segment_bytes, direct, partial(DiskRecords, codec=codec, keys=keys), free_floor_bytes)
         except BaseException:
             self._owned.release()
             raise
 
-    def _open(self, segment_bytes: int, direct: str, codec: str, free_floor_bytes: int) -> None:
+    def _open(self, segment_bytes: int, direct: str, records: Records, free_floor_bytes: int) -> None:
         files = SegmentFiles(self.folder / "segments", direct)
         segments_bytes = SEGMENTS_MIN * (segment_bytes + OVERHEAD_BYTES)
         self._catalog, whole = upkeep.open_catalog(
@@ -101,7 +107,8 @@ class DiskTier:
         )
         try:
             self._files = files
-            self._records = DiskRecords(files, codec)
+            self._records = records(files)
+            self.shares = DiskShares(self._catalog, self._namespaces, self._ledger)
             self._shelf = Shelf(
                 files,
                 segment_bytes=segment_bytes,
@@ -111,7 +118,7 @@ class DiskTier:
                 synced=whole and self._owned.was_clean,
             )
             self._roller = Roller(files, self._shelf, self._catalog, self._namespaces, self._ledger)
-            self._warn_of_foreign_files()
+            upkeep.warn_of_foreign_files(self.folder, self._shelf)
             for number in self._shelf.shrink() + self._shelf.lost:
                 self._catalog.drop_segment(number)
             self._rebuild = upkeep.Rebuild(
@@ -163,8 +170,11 @@ class DiskTier:
         try:
             if self._listed(namespace.stamp, id):
                 return Outcome.PRESENT
-            with self._records.stored(namespace, payload) as stored:
-                return self._append(namespace, id, stored, checksum)
+            with (
+                self._records.stored(namespace, id, payload, checksum) as stored,
+                self.shares.admitted(namespace, (1 + pages_of(stored.size)) * PAGE) as fits,
+            ):
+                return self._append(namespace, id, stored) if fits else Outcome.QUOTA
         except (OSError, TierDown) as error:
             self._failed(error)
             return Outcome.FAILED
@@ -297,7 +307,7 @@ class DiskTier:
         self._catalog.forget([(id, entry.segment, entry.page)])
         return False
 
-    def _append(self, namespace: Namespace, id: bytes, stored: Stored, checksum: int) -> Outcome:
+    def _append(self, namespace: Namespace, id: bytes, stored: Sealed) -> Outcome:
         pages = 1 + pages_of(stored.size)
         room = self._roller.room(pages)
         if room is None:
@@ -306,7 +316,7 @@ class DiskTier:
         used = False
         try:
             try:
-                entry = self._records.write(namespace, id, segment.number, page, stored, checksum)
+                entry = self._records.write(namespace, id, segment.number, page, stored)
             except OSError as error:
                 if error.errno in _UNREACHABLE:
                     self._unreachable(segment, error)
@@ -341,7 +351,7 @@ class DiskTier:
     ) -> Outcome:
         hit = None
         try:
-            if self._records.read(namespace, id, entry, into):
+            if (wrong := self._records.read(namespace, id, entry, into)) is None:
                 hit = entry.page
                 return Outcome.HIT
         except OSError as error:
@@ -355,7 +365,7 @@ class DiskTier:
         finally:
             self._shelf.unpin(segment, hit)
         where = f"segment {entry.segment}, page {entry.page}"
-        return self._quarantine(id, (id, entry.segment, entry.page), f"block {id.hex()} at {where} is damaged")
+        return self._quarantine(id, (id, entry.segment, entry.page), f"{wrong} ({where})")
 
     def _quarantine(self, id: bytes, place: Place | None, why: str) -> Outcome:
         """Forget a damaged block, unless a good one has been published in its stead meanwhile."""
@@ -385,10 +395,3 @@ class DiskTier:
 
     def _may_grow(self, map_bytes: int) -> bool:
         return SMALL_BYTES + self._shelf.cost + map_bytes <= self.capacity_bytes
-
-    def _warn_of_foreign_files(self) -> None:
-        names = {item.name for item in self.folder.iterdir()} - NAMES - {"catalog", "segments"}
-        foreign = sorted(names) + self._shelf.foreign
-        if foreign:
-            text = f"{self.folder} holds files that are not ours, left alone: {', '.join(foreign)}"
-            journal.warning("TKV-DISK-FOREIGN", text, tier=self.name)

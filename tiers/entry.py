@@ -36,6 +36,11 @@ class Entry(NamedTuple):
         """The page after the record."""
         return self.page + 1 + -(-self.stored_bytes // PAGE)
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the whole record, header and padding included."""
+        return (self.end_page - self.page) * PAGE
+
     def supersedes(self, old: bytes | memoryview) -> bool:
         """Whether this may be listed in place of an entry's bytes: not when those are of the same epoch, nor of a later
         one, which is so when a flush and a new write have overtaken the write that is published here."""

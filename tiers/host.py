@@ -52,6 +52,7 @@ class HostTier(SlotTier):
                     self._table.free(record)
                     continue
                 space.order.insert(held.block, record // RECORD_BYTES, 0)
+                self.shares.count(held.namespace, space.slot_bytes)
                 self._unverified.add(record)
                 adopted += 1
                 failpoint("host.adopt")
@@ -70,8 +71,7 @@ class HostTier(SlotTier):
             for session in list(self._orphans):
                 if self._table.writer_gone(session):
                     for record in self._orphans.pop(session):
-                        del self._writing[record]
-                        self._table.free(record)
+                        self._free(record)
             return sum(map(len, self._orphans.values()))
 
     def unverified(self, slot: Slot) -> bool:

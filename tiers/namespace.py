@@ -30,7 +30,8 @@ class Namespace:
     """A snapshot: compare ``stamp`` to know whether bytes belong to this namespace *and* its present epoch.
 
     ``number`` is small, unique in this state folder and never reused. ``block_tokens`` (tokens), ``shards`` and
-    ``block_bytes`` (bytes of one shard of a block) are 0 while a namespace is known from its records only.
+    ``block_bytes`` (bytes of one shard of a block) are 0 while a namespace is known from its records only. ``tenant``
+    is whose it is, "" for nobody's in particular; a namespace known from its records only is nobody's.
     """
 
     id: bytes
@@ -43,6 +44,7 @@ class Namespace:
     block_tokens: int = 0
     shards: int = 0
     block_bytes: int = 0
+    tenant: str = ""
 
     @property
     def stamp(self) -> int:
@@ -149,7 +151,7 @@ class Namespaces:
             ) from error
 
     def _write(self, by_id: dict[bytes, Namespace]) -> None:
-        rows = [asdict(n) | {"id": n.id.hex(), "layout": n.layout.hex()} for n in by_id.values()]
+        rows = [_row(n) for n in by_id.values()]
         check = _check(self.identity, rows)
         content = {"format": FORMAT, "check": check, "identity": self.identity, "namespaces": rows}
         fresh = self._path.with_suffix(".new")
@@ -168,6 +170,14 @@ def _check(identity: str, rows: list[dict[str, Any]]) -> str:
     return f"{checksum(json.dumps([identity, rows], sort_keys=True).encode()):016x}"
 
 
+def _row(namespace: Namespace) -> dict[str, Any]:
+    """As it is written; without a tenant as versions before tenants had names read it."""
+    row = asdict(namespace) | {"id": namespace.id.hex(), "layout": namespace.layout.hex()}
+    if not namespace.tenant:
+        del row["tenant"]
+    return row
+
+
 def _namespace(row: dict[str, Any]) -> Namespace:
     """A row as it was written. ValueError, KeyError or TypeError for what nobody writes."""
     known = Namespace(**row | {"id": bytes.fromhex(row["id"]), "layout": bytes.fromhex(row["layout"])})
@@ -177,6 +187,8 @@ def _namespace(row: dict[str, Any]) -> Namespace:
             raise ValueError(f"namespace {row['id']} has {name} {number!r}")
     if known.epoch > EPOCH_MAX or not 0 < known.number < 2**32:
         raise ValueError(f"namespace {row['id']} has epoch {known.epoch} and number {known.number}")
-    if len(known.id) != 32 or not all(isinstance(name, str) for name in (known.model, known.revision, known.dtype)):
+    if len(known.id) != 32 or not all(
+        isinstance(name, str) for name in (known.model, known.revision, known.dtype, known.tenant)
+    ):
         raise ValueError(f"namespace {row['id']} is not named as namespaces are")
     return known

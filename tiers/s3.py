@@ -3,7 +3,7 @@
 Owns the bucket's client and the thread that tries again while the bucket is down. Called by the daemon's worker
 threads; ``leading``, ``knows`` and ``status`` also on its event loop, as they never touch the network. Imports
 ``breaker``, ``bucket``, ``caller``, ``codec_id``, ``coder``, ``epochs``, ``errors``, ``ledger``, ``namespace``,
-``presence``, ``s3_errors``, ``s3_record``, ``s3_settings``, ``scout`` and ``tier``.
+``presence``, ``s3_errors``, ``s3_record``, ``s3_settings``, ``scout``, ``segment``, ``tier`` and ``vault``.
 
 Objects are named by content and never change, so nodes need no coordination. An answer about presence is a hint: an
 object may be stored, age out or rot at any time, and only a get tells. Within one node puts and deletes of a block
@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from terracekv.tiers.body import Object
 from terracekv.tiers.breaker import NotTried, State
 from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.caller import Caller
-from terracekv.tiers.codec_id import Codec
-from terracekv.tiers.coder import Coder, Stored
+from terracekv.tiers.codec_id import Codec, inner, is_sealed
+from terracekv.tiers.coder import Coder
 from terracekv.tiers.epochs import Epochs
 from terracekv.tiers.errors import ConfigError, Damaged, TerraceError, TierDown
 from terracekv.tiers.journal import INTERNAL, Journal
@@ -28,11 +29,16 @@ from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.presence import PresenceCache
 from terracekv.tiers.s3_errors import Forbidden, Full, NoBucket, Refused
-from terracekv.tiers.s3_record import header, key_of, pack, payload, place_of
+from terracekv.tiers.s3_record import header, key_of, opened, pack, payload, place_of
 from terracekv.tiers.s3_settings import S3Settings
 from terracekv.tiers.scout import Scout
+from terracekv.tiers.segment import Record
 from terracekv.tiers.steady import Steady
 from terracekv.tiers.tier import Outcome, TierStatus
+from terracekv.tiers.vault import Sealed, Vault
+
+if TYPE_CHECKING:
+    from terracekv.tiers.seal import Keys
 
 MARKER = b"TerraceKV keeps blocks of KV cache here. This object is written and read back at every start.\n"
 TRIAL_S = 3.0
@@ -50,8 +56,15 @@ class S3Tier:
 
     name = "s3"
 
-    def __init__(self, settings: S3Settings, *, namespaces: Namespaces, presence: PresenceCache | None = None) -> None:
-        """Connects to nobody, and is down until ``probe`` has; see ``Bucket`` for ConfigError."""
+    def __init__(
+        self,
+        settings: S3Settings,
+        *,
+        namespaces: Namespaces,
+        presence: PresenceCache | None = None,
+        keys: "Keys | None" = None,
+    ) -> None:
+        """Connects to nobody, and is down until ``probe`` has; see ``Bucket`` for ConfigError. ``keys`` seal blocks."""
         self.settings = settings
         self._namespaces = namespaces
         self._bucket = Bucket(settings)
@@ -60,6 +73,7 @@ class S3Tier:
         self._epochs = Epochs(self._caller, namespaces)
         self._scout = Scout(self._caller, presence, self._failed)
         self._coder = Coder(settings.codec, settings.codec_memory_bytes)
+        self._vault = Vault(self._coder, keys)
         self.chooser = self._coder.chooser
         self._ledger = Ledger(self.name)
         self._probed = False
@@ -114,8 +128,12 @@ class S3Tier:
             with self._scout.writing(id):
                 present = self._scout.present(namespace, id, deadline)
                 if not present:
-                    with self._coder.stored(namespace, payload, deadline) as stored:
-                        self._send(namespace, id, stored, checksum, deadline)
+                    about = Record(id, namespace.id, namespace.epoch, namespace.block_bytes, 0, checksum, 0, 0)
+                    with (
+                        self._coder.stored(namespace, payload, deadline) as coded,
+                        self._vault.sealed(about, coded, payload, deadline) as sealed,
+                    ):
+                        self._send(namespace, id, sealed, deadline)
                 if not self._namespaces.is_current(namespace):
                     return Outcome.STALE
                 self._scout.presence.note(namespace.stamp, id, True, self.settings.present_ttl_s)
@@ -233,6 +251,7 @@ class S3Tier:
                 "aged_out": self._scout.aged_out,
                 "rtt_s": self._scout.rtt_s,
                 **self._coder.report(),
+                "sealed_blocks": self._vault.sealed_blocks,
             },
         )
 
@@ -241,6 +260,7 @@ class S3Tier:
         checked by ``s3_audit.verify``."""
         assert self._caller.throttle.running == 0, f"{self._caller.throttle.running} calls are under way"
         self._coder.check()
+        self._vault.check()
         self._scout.check()
 
     def close(self) -> None:
@@ -256,9 +276,9 @@ class S3Tier:
     def _key(self, namespace: Namespace, id: bytes) -> str:
         return key_of(self.settings.root, namespace.id, namespace.epoch, id)
 
-    def _send(self, namespace: Namespace, id: bytes, stored: Stored, digest: int, deadline: float) -> None:
+    def _send(self, namespace: Namespace, id: bytes, stored: Sealed, deadline: float) -> None:
         key = self._key(namespace, id)
-        buffers = pack(namespace, id, stored.codec, stored.view[: stored.size], digest)
+        buffers = pack(namespace, id, stored.codec, stored.view[: stored.size], stored.checksum)
 
         def send() -> None:
             started = time.perf_counter()
@@ -266,7 +286,7 @@ class S3Tier:
             self.chooser.sent(stored.size, time.perf_counter() - started)
 
         self._caller.call(send, deadline)
-        self.chooser.stored(stored.codec)
+        self.chooser.stored(Codec(inner(stored.codec)))
         self._scout.note_age(namespace, id, 0.0)
 
     def _fetch(self, namespace: Namespace, id: bytes, into: memoryview, deadline: float) -> bool:
@@ -280,9 +300,12 @@ class S3Tier:
             said = (record.id, record.namespace_id, record.epoch, record.payload_bytes)
             if said != (id, namespace.id, namespace.epoch, size):
                 raise Damaged(f"{body.about.key} holds another block than its name says")
-            decoding_s = payload(body, record, into[:size])
+            if is_sealed(record.codec):
+                decoding_s = opened(body, record, into[:size], self._vault, deadline)
+            else:
+                decoding_s = payload(body, record, into[:size])
             self.chooser.received(record.stored_bytes, time.perf_counter() - started - decoding_s)
-            if record.codec != Codec.RAW:
+            if inner(record.codec) != Codec.RAW:
                 self.chooser.decoded(size, decoding_s)
             self._scout.note_age(namespace, id, body.about.age_s)
             return True

@@ -1,8 +1,8 @@
 """Looks at a bucket from outside: what is in it, is it whole, what is of no use any more. For the command line.
 
 Owns nothing; called by one thread, beside running daemons or without any. Each call of the server has
-``timeout_s``; TierDown when it fails. Imports ``body``, ``bucket``, ``errors``
-and ``s3_record``.
+``timeout_s``; TierDown when it fails. Imports ``body``, ``bucket``, ``codec_id``,
+``errors`` and ``s3_record``.
 """
 
 import re
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from terracekv.tiers.body import Object
 from terracekv.tiers.bucket import Bucket
+from terracekv.tiers.codec_id import is_sealed
 from terracekv.tiers.errors import Damaged
-from terracekv.tiers.s3_record import Place, epoch_key, epoch_of, header, payload, place_of
+from terracekv.tiers.s3_record import Place, epoch_key, epoch_of, header, payload, place_of, sealed_bytes
 
 PAYLOAD_BYTES_MAX = 4 << 30
 """A header that promises more is not believed."""
@@ -92,6 +93,7 @@ def verify(
     bucket: Bucket, timeout_s: float = 30.0, namespace_id: bytes | None = None
 ) -> Iterator[tuple[Stored, str | None]]:
     """Read every block and check it against its own checksum and its name: what is wrong with it, None if nothing.
+    Of a sealed one the sealed bytes are checked, which takes no key.
     One that goes away meanwhile is not mentioned.
 
     A block has ``timeout_s`` and the time that a link of ``LINK_BYTES_PER_S`` takes. TierDown when it does not come:
@@ -107,7 +109,10 @@ def verify(
                     raise Damaged(f"{stored.about.key} holds another block than its name says")
                 if record.payload_bytes > PAYLOAD_BYTES_MAX:
                     raise Damaged(f"{stored.about.key} promises {record.payload_bytes} bytes")
-                payload(body, record, memoryview(bytearray(record.payload_bytes)))
+                if is_sealed(record.codec):
+                    sealed_bytes(body, record)
+                else:
+                    payload(body, record, memoryview(bytearray(record.payload_bytes)))
         except Damaged as error:
             yield stored, error.message
         else:

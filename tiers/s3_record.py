@@ -1,25 +1,28 @@
 """How a block lies in a bucket: the name of its object, and the record that is the object's body.
 
-Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``body``, ``codec_id``,
-``coder``, ``errors``, ``namespace``, ``segment`` and ``tier``.
+Pure functions. Called by the s3 tier and by ``s3_audit`` from any thread. Imports ``block``, ``body``, ``checksum``,
+``coder``, ``errors``, ``namespace``, ``segment``, ``tier`` and ``vault``.
 """
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from terracekv.tiers.block import BLOCK_ID_BYTES, KEY_BYTES, block_id, shard_of
 from terracekv.tiers.body import Body
-from terracekv.tiers.codec_id import Codec
+from terracekv.tiers.checksum import RunningChecksum
 from terracekv.tiers.coder import restore
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.segment import Record, pages_of
 from terracekv.tiers.segment import decode as decode_header
 from terracekv.tiers.tier import PAGE
+from terracekv.tiers.vault import Vault
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9]{1,10})/([0-9a-f]{2})/([0-9a-f]{64})\.([0-9]{1,5})")
 _PADDING = bytes(PAGE)
+_PIECE_BYTES = 1 << 20
 EPOCH_BELIEVED_MAX = 2**31
 """A higher number in an epoch object is damage: nobody flushes so often. Far enough below the last epoch that a
 record can bear that one wrong number does not bring a namespace to its end."""
@@ -62,8 +65,9 @@ def epoch_of(content: bytes) -> int | None:
     return epoch if content.isdigit() and (epoch := int(content)) <= EPOCH_BELIEVED_MAX else None
 
 
-def pack(namespace: Namespace, id: bytes, codec: Codec, stored: memoryview, digest: int) -> list[memoryview | bytes]:
-    """The buffers of a record, to be sent one after the other; ``digest`` is of the payload before the codec."""
+def pack(namespace: Namespace, id: bytes, codec: int, stored: memoryview, digest: int) -> list[memoryview | bytes]:
+    """The buffers of a record, to be sent one after the other; ``digest`` is of the payload before the codec, or of
+    sealed bytes."""
     record = Record(
         id=id,
         namespace_id=namespace.id,
@@ -100,8 +104,40 @@ def payload(body: Body, record: Record, into: memoryview) -> float:
 
     Damaged when it is not the payload of which the header has the checksum.
     """
+    return _timed(body, record, lambda: restore(record, body.read_into, into, body.about.key))
+
+
+def opened(body: Body, record: Record, into: memoryview, vault: Vault, deadline: float) -> float:
+    """The same of a record that is sealed. Damaged also when it does not open; TierDown when there is no memory."""
+
+    def fill(pages: memoryview) -> None:
+        body.read_into(pages[: record.stored_bytes])
+
+    return _timed(body, record, lambda: vault.restore(record, fill, into, body.about.key, deadline))
+
+
+def _timed(body: Body, record: Record, read: Callable[[], None]) -> float:
     started, waited_s = time.perf_counter(), body.waited_s
-    restore(record, body.read_into, into, body.about.key)
-    decoding_s = time.perf_counter() - started - (body.waited_s - waited_s)
+    read()
+    spent_s = time.perf_counter() - started - (body.waited_s - waited_s)
+    _padding(body, record)
+    return max(0.0, spent_s)
+
+
+def sealed_bytes(body: Body, record: Record) -> None:
+    """Read the rest of a body whose record is sealed. Damaged when it is not what was stored: that much is seen without
+    a key."""
+    running = RunningChecksum()
+    left = record.stored_bytes
+    while left:
+        piece = memoryview(bytearray(min(left, _PIECE_BYTES)))
+        body.read_into(piece)
+        running.add(piece)
+        left -= len(piece)
+    if running.value != record.checksum:
+        raise Damaged(f"{body.about.key} has other bytes than were stored")
+    _padding(body, record)
+
+
+def _padding(body: Body, record: Record) -> None:
     body.read_into(memoryview(bytearray(pages_of(record.stored_bytes) * PAGE - record.stored_bytes)))
-    return max(0.0, decoding_s)

@@ -2,7 +2,8 @@
 
 Owns the slot table, reservations, leases and the order of eviction; of the bytes in the slots it knows nothing: they
 are its heirs' (``host.py``, ``gpu.py``). Called by the daemon's event loop and its workers; one lock, held for
-microseconds, never over I/O or a copy. Imports ``audit``, ``eviction``, ``namespace``, ``slots`` and ``tier``.
+microseconds, never over I/O or a copy. Imports ``audit``, ``eviction``, ``namespace``, ``shares``, ``slots`` and
+``tier``.
 
 Beyond the contract of ``tier.py`` it has the two-phase verbs: ``reserve`` -> ``commit`` or ``abort`` (write) and
 ``acquire`` -> ``release`` (read). A block is in exactly one place: reserved, sealed, or doomed (deleted or flushed
@@ -10,11 +11,13 @@ while leased: gone for lookups, freed by the last release).
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from terracekv.tiers.audit import Audit, slab_after
 from terracekv.tiers.eviction import Space, TailFirst, next_of, oldest_of
 from terracekv.tiers.namespace import Namespace, Namespaces
+from terracekv.tiers.shares import Shares
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
 from terracekv.tiers.tier import Counters, Outcome
 
@@ -35,12 +38,15 @@ class SlotTier:
         self._spaces: dict[int, Space] = {}
         self._leases: dict[int, int] = {}
         self._writing: dict[int, int] = {}
+        self._written_for: dict[int, bytes] = {}
+        """Of the slots being written, for which namespace; of those that an earlier daemon gave out nobody knows."""
+        self.shares = Shares(namespaces)
         self._doomed: set[int] = set()
         self._tick = 0
         self._closed = False
         self.counters = Counters()
         self.on_evict: Callable[[Namespace, list[bytes], str], None] = lambda namespace, ids, reason: None
-        """Called under the lock, with what left and why (capacity, flush, delete, damaged); must be quick."""
+        """Called under the lock, with what left and why (capacity, quota, flush, delete, damaged); must be quick."""
 
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``. O(1) a block."""
@@ -61,7 +67,8 @@ class SlotTier:
         return self.leading(namespace, [id]) == 1
 
     def reserve(self, namespace: Namespace, ids: Sequence[bytes], session: int) -> list[Slot | Outcome]:
-        """A slot to write for each id that is not here; PRESENT for those that are, FULL where nothing can be evicted.
+        """A slot to write for each id that is not here; PRESENT for those that are, FULL where nothing can be evicted,
+        QUOTA where the tenant's share is full and nothing of its own can be.
 
         ``ids`` is a chain from its head: present blocks of it are touched and never evicted to make room for its tail.
         """
@@ -71,17 +78,24 @@ class SlotTier:
             space.order.touch(ids, self._tick)
             self._table.offer(self._slabs_ready())
             if absent := sum(id not in space.order for id in ids):
+                absent = self._make_own_room(space, absent, set(ids))
                 self._make_room(space, absent, set(ids))
             result: list[Slot | Outcome] = []
             for id in ids:
                 if id in space.order:
                     result.append(Outcome.PRESENT)
                     continue
+                if not absent:
+                    result.append(Outcome.QUOTA)
+                    continue
                 slot = self._table.take(space.slot_bytes, session)
                 if slot is None:
                     result.append(Outcome.FULL)
                     continue
+                absent -= 1
                 self._writing[slot.record] = session
+                self._written_for[slot.record] = namespace.id
+                self.shares.count(namespace.id, space.slot_bytes)
                 self._taken(slot, namespace.block_bytes, space.slot_bytes)
                 result.append(slot)
             return result
@@ -115,8 +129,8 @@ class SlotTier:
         """Give back slots whose writer has certainly stopped writing."""
         with self._lock:
             for slot in slots:
-                if self._writing.pop(slot.record, None) is not None:
-                    self._table.free(slot.record)
+                if slot.record in self._writing:
+                    self._free(slot.record)
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], *, serving: bool = False, touch: bool = True
@@ -209,6 +223,17 @@ class SlotTier:
             assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
             assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
             assert min(self._leases.values(), default=1) > 0
+            self._check_shares(sealed)
+
+    def _check_shares(self, sealed: set[int]) -> None:
+        """What namespaces are said to hold is what the slots say."""
+        assert self._written_for.keys() <= self._writing.keys()
+        held: Counter[bytes] = Counter()
+        for record in sealed:
+            held[self._table.sealed(record).namespace] += self._table.slot_bytes(record)
+        for record, owner in self._written_for.items():
+            held[owner] += self._table.slot_bytes(record)
+        assert held == self.shares.held, f"namespaces hold {held}, counted {self.shares.held}"
 
     def audit(self, after: str | None) -> Audit:
         """Check the bytes of the blocks of one slab; wrong ones are dropped. Takes as long as to hash a slab."""
@@ -250,14 +275,36 @@ class SlotTier:
         assert slot.record in self._writing, "commit of a slot that is not being written"
         space = self._space(namespace, namespace.block_bytes)
         if present := id in space.order:
-            self._table.free(slot.record)
+            self._free(slot.record)
         else:
             self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
             space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
             self.counters.puts += 1
             self.counters.put_bytes += namespace.block_bytes
-        del self._writing[slot.record]
+            del self._writing[slot.record], self._written_for[slot.record]
         return Outcome.PRESENT if present else Outcome.STORED
+
+    def _make_own_room(self, space: Space, wanted: int, keep: set[bytes]) -> int:
+        """Where the tenant has a quota: evict blocks of its own, as few as will do, until ``wanted`` more slots are
+        within it, or nothing of its that is not in ``keep`` can go; how many are."""
+        limit = self.shares.limit(space.namespace.id)
+        if limit is None:
+            return wanted
+        tenant = self.shares.tenant(space.namespace.id)
+        wanted = min(wanted, limit // space.slot_bytes)
+        own = [each for each in self._spaces.values() if self.shares.tenant(each.namespace.id) == tenant]
+        held, spared = self.shares.of(tenant), 0
+        while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)) and spared <= len(self._leases):
+            victim, id, place = oldest
+            if id in keep:
+                break
+            if place * RECORD_BYTES in self._leases:
+                victim.order.spare(id)
+                spared += 1
+            else:
+                self._drop(victim, [id], "quota")
+                held -= victim.slot_bytes
+        return min(wanted, max(0, limit - held) // space.slot_bytes)
 
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
@@ -326,6 +373,12 @@ class SlotTier:
 
     def _free(self, record: int) -> None:
         """Under the lock: the slot is nobody's."""
+        if self._writing.pop(record, None) is None:
+            owner: bytes | None = self._table.sealed(record).namespace
+        else:
+            owner = self._written_for.pop(record, None)
+        if owner is not None:
+            self.shares.count(owner, -self._table.slot_bytes(record))
         self._table.free(record)
 
     def _examine(self, namespace: Namespace, id: bytes, slot: Slot) -> Outcome:

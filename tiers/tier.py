@@ -29,6 +29,8 @@ class Outcome(StrEnum):
     """The stored bytes were wrong: counted, quarantined, a miss from now on; the next put heals it."""
     FULL = "full"
     """No room, and nothing that may be evicted."""
+    QUOTA = "quota"
+    """No room in the tenant's share of the tier, and nothing of its own that may be evicted."""
     STALE = "stale"
     """The namespace was flushed meanwhile."""
     FAILED = "failed"
@@ -57,7 +59,7 @@ class Counters:
     put_bytes: int = 0
     get_bytes: int = 0
     evictions: dict[str, int] = field(default_factory=dict)
-    """Blocks that left, by reason: capacity, flush, delete, damaged."""
+    """Blocks that left, by reason: capacity, quota, flush, delete, damaged."""
     checksum_failures: int = 0
     io_errors: int = 0
 

@@ -5,8 +5,10 @@ Owns the progress of a rebuild, nothing else. Called by ``disk`` in worker threa
 ``segment``, ``shelf`` and ``tier``.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from terracekv.tiers.audit import Audit
 from terracekv.tiers.catalog import DATA, Catalog
@@ -14,7 +16,7 @@ from terracekv.tiers.codec_id import known
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.entry import Entry, Place
 from terracekv.tiers.errors import Damaged, TierFull, event_and_advice
-from terracekv.tiers.folder import OwnedFolder
+from terracekv.tiers.folder import NAMES, OwnedFolder
 from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.segment import Record
@@ -135,6 +137,14 @@ class Rebuild:
         return record.id, entry
 
 
+def warn_of_foreign_files(folder: Path, shelf: Shelf) -> None:
+    """Files in a disk tier's folder that it did not put there are left alone, and named."""
+    names = {item.name for item in folder.iterdir()} - NAMES - {"catalog", "segments"}
+    if foreign := sorted(names) + shelf.foreign:
+        text = f"{folder} holds files that are not ours, left alone: {', '.join(foreign)}"
+        journal.warning("TKV-DISK-FOREIGN", text, tier="disk")
+
+
 def drop_stale(catalog: Catalog, namespace: Namespace) -> int:
     """Remove entries of a namespace's older epochs; the number removed."""
     gone = 0
@@ -181,23 +191,23 @@ def audit(
 
 def _wrong(shelf: Shelf, records: DiskRecords, namespace: Namespace, id: bytes, entry: Entry) -> str | None:
     """What is wrong with a block on disk, if anything is."""
-    where = f"block {id.hex()} at segment {entry.segment}, page {entry.page}"
+    where = f"segment {entry.segment}, page {entry.page}"
     segment = shelf.pin(entry.segment)
     if segment is None:
-        return f"{where}: there is no such segment"
+        return f"block {id.hex()}: there is no such segment ({where})"
     try:
-        whole = records.read(namespace, id, entry, memoryview(bytearray(entry.payload_bytes)))
+        wrong = records.read(namespace, id, entry, memoryview(bytearray(entry.payload_bytes)))
     except OSError as error:
-        return f"{where} cannot be read: {error}"
+        return f"block {id.hex()} cannot be read: {error} ({where})"
     finally:
         shelf.unpin(segment)
-    return None if whole else f"{where} is damaged"
+    return None if wrong is None else f"{wrong} ({where})"
 
 
 def check_entries(catalog: Catalog, shelf: Shelf) -> None:
     """AssertionError unless every entry names a record that lies whole in its segment and bears its name."""
     segments = {segment.number: segment for segment in shelf.segments()}
-    listed = 0
+    listed, taken = 0, Counter[int]()
     for rows in catalog.walk():
         for id, entry in rows:
             assert entry is not None, f"the entry of {id.hex()} contradicts its check"
@@ -210,9 +220,12 @@ def check_entries(catalog: Catalog, shelf: Shelf) -> None:
             meant = (id, entry.segment, entry.stamp & 0xFFFFFFFF, entry.codec, entry.stored_bytes, entry.checksum)
             assert said == meant, f"the record of {id.hex()} is {said}, the catalog says {meant}"
             listed += 1
+            taken[entry.stamp >> 32] += entry.record_bytes
     held = sum(count_held(catalog, number) for number in segments)
     assert held == listed, f"{listed} blocks are listed, {held} are known by their places"
     assert listed == catalog.count()
+    counted = catalog.bytes_by_namespace()
+    assert counted == taken, f"records of namespaces take {dict(taken)} bytes, counted {counted}"
     for number, end_page in catalog.segments().items():
         assert number in segments, f"the catalog knows segment {number}, which is not there"
         assert end_page <= segments[number].cursor, f"segment {number} ends at {end_page} in the catalog"

@@ -6,6 +6,7 @@ An opener gets an empty folder, the namespaces and the bytes that the tier shoul
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ Opener = Callable[[Path, Namespaces, int], AbstractContextManager[Tier]]
 
 
 @contextmanager
-def open_disk(folder: Path, namespaces: Namespaces, holds_bytes: int, **settings: str) -> Iterator[Tier]:
+def open_disk(folder: Path, namespaces: Namespaces, holds_bytes: int, **settings: Any) -> Iterator[Tier]:
     with closing(
         DiskTier(
             folder / "disk",
@@ -54,6 +55,15 @@ def open_buffered_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -
 @contextmanager
 def open_coded_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
     with open_disk(folder, namespaces, holds_bytes, codec="on") as tier:
+        yield tier
+
+
+@contextmanager
+def open_sealed_disk(folder: Path, namespaces: Namespaces, holds_bytes: int) -> Iterator[Tier]:
+    pytest.importorskip("cryptography")
+    from terracekv.tiers.seal import Keys
+
+    with open_disk(folder, namespaces, holds_bytes, codec="on", keys=Keys([bytes(32)])) as tier:
         yield tier
 
 
@@ -112,6 +122,7 @@ OPENERS: dict[str, Opener] = {
     "disk": open_disk,
     "disk-buffered": open_buffered_disk,
     "disk-coded": open_coded_disk,
+    "disk-sealed": open_sealed_disk,
     "host": open_host,
     "gpu": open_gpu,
     "s3": open_s3,

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from terracekv.daemon import protocol
+from terracekv.daemon.access import Access
+from terracekv.daemon.config import Config
 from terracekv.daemon.engine_door import Connection, EngineDoor
 from terracekv.daemon.protocol import LENGTH
 from terracekv.tests.fuzz.frames import Frames
@@ -48,6 +50,10 @@ class Pipe(asyncio.Transport):
     def write(self, data: Any) -> None:
         assert not self._closing, "written to after it was closed"
         self.written.append(bytes(data))
+
+    def get_write_buffer_size(self) -> int:
+        """Never nothing: no descriptor can be handed over here, and the door sends none past what waits."""
+        return 1
 
     def is_closing(self) -> bool:
         return self._closing
@@ -158,6 +164,7 @@ class DoorFuzz:
             table=self.world.host.table,
             arena=self.world.host.arena.path,
             secret=bytes(32),
+            access=Access(Config()),
         )
         self.peers: list[Peer] = []
 

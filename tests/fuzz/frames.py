@@ -18,7 +18,7 @@ KEYS = [key(index) for index in range(24)]
 """So few that frames of all sessions meet."""
 DEEP = 100_000
 _VERBS = ("hello", "lookup", "acquire", "release", "reserve", "commit", "abort", "prefetch", "pin", "opened")
-_FIELDS = {"hello": 13, "lookup": 3, "acquire": 4, "release": 1, "reserve": 2, "commit": 4, "abort": 1, "prefetch": 1}
+_FIELDS = {"hello": 14, "lookup": 3, "acquire": 4, "release": 1, "reserve": 2, "commit": 4, "abort": 1, "prefetch": 1}
 
 Handle = tuple[int, list[int]]
 """A lease or reservation, and the indices that it may commit."""
@@ -79,7 +79,9 @@ class Frames:
         """One of a few engines, all of which are welcome."""
         shards = self.random.choice((1, 1, 1, 2))
         shard = self.random.choice((0, 0, 0, shards - 1, None))
-        return hello(self.random.choice((4000, 4000, 8192)), shards=shards, shard=shard, credential=self._tenant())
+        access = self.random.choice(("write", "write", "write", "read"))
+        size = self.random.choice((4000, 4000, 8192))
+        return hello(size, shards=shards, shard=shard, credential=self._tenant(), access=access)
 
     def next(self) -> bytes:
         """The next bytes of the stream: nearly always one whole frame."""
@@ -157,6 +159,7 @@ class Frames:
                 {"layout": Layout("HND", "split", 2, (LayerGroup(1, (-1, TOKENS, number), (8, 8, 2)),) * 40)},
                 {"layout": layout_of(64 << 20)},
                 {"credential": self.mutants.noise(2000)},
+                {"access": "both" * 20},
             )
         )
         return pack(hello(**changes))

@@ -71,7 +71,7 @@ class DiskFuzz:
         """Wrong bytes in an entry of the catalog."""
         id = self.random.choice(self.ids)
         catalog = self.tier._catalog
-        with catalog._environment.begin(write=True, db=catalog._blocks) as transaction:
+        with catalog._environment.begin(write=True, db=catalog._tables.blocks) as transaction:
             value = transaction.get(id)
             if value is not None:
                 transaction.put(id, self.mutants.mutated(value) or b"\0")
