@@ -45,7 +45,7 @@ serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--s
 test: $(VENV)/dev.stamp  ## all tests that need no model, but the long ones (ARGS="-k arena")
 	$(BIN)/pytest -m "not s3 and not gpu and not long" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
 
-test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, and a soak
+test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, what hangs, fuzzers for seconds, a short soak
 	$(BIN)/pytest -m "long and not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
 
 soak: $(VENV)/dev.stamp  ## ten minutes of kills, outages and faults at the limits of every tier (ARGS="--minutes 120")

@@ -19,6 +19,8 @@ from terracekv.tests.stores import World, Worlds, opened_worlds
 from terracekv.tests.test_engine_door_waits import Doors, told
 from terracekv.tiers import failpoint
 
+pytestmark = pytest.mark.long
+
 worlds = pytest.fixture(opened_worlds)
 
 

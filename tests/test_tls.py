@@ -117,6 +117,7 @@ def shown(port: int) -> bytes:
         return wrapped.getpeercert(binary_form=True) or b""
 
 
+@pytest.mark.long
 def test_a_renewed_pair_is_shown_without_a_restart_and_half_a_pair_never_is(shm_dir: Path, tmp_path: Path) -> None:
     pairs = [certify(tmp_path, name) for name in ("first", "second")]
     first, second = (ssl.PEM_cert_to_DER_cert(cert.read_text()) for cert, _ in pairs)

@@ -52,6 +52,7 @@ def damaged_twice(daemon: Daemon, client: Blocks, keys: list[bytes]) -> None:
     spoil(segments(daemon), payload_of(keys[2], client.block_bytes))
 
 
+@pytest.mark.long
 @pytest.mark.fault(11)
 def test_what_is_damaged_is_found_through_the_daemon_forgotten_and_stored_anew(shm_dir: Path, tmp_path: Path) -> None:
     with Daemon(shm_dir, tmp_path) as daemon, daemon.client() as client:
@@ -79,6 +80,7 @@ def test_what_is_damaged_is_found_through_the_daemon_forgotten_and_stored_anew(s
         assert document["tiers"]["disk"]["last_event"] == "TKV-DAMAGED"
 
 
+@pytest.mark.long
 @pytest.mark.fault(11)
 def test_without_a_daemon_the_folders_are_looked_at_and_the_books_too(shm_dir: Path, tmp_path: Path) -> None:
     with Daemon(shm_dir, tmp_path) as daemon, daemon.client() as client:

@@ -18,6 +18,7 @@ from terracekv.tests.fuzz.records import fuzz_records
 from terracekv.tests.fuzz.states import fuzz_states
 from terracekv.tiers import entry, segment
 
+pytestmark = pytest.mark.long
 SEED = int(os.environ.get("TERRACEKV_TEST_SEED", int.from_bytes(os.urandom(4))))
 
 

@@ -17,6 +17,8 @@ from terracekv.tests.harness import Daemon, hello, payload_of, until
 from terracekv.tests.s3_stub import BUCKET, S3Stub
 from terracekv.tests.seaweed import program, seaweed
 
+pytestmark = pytest.mark.long
+
 RETURN_S = 10.0
 """In which the breaker closes after the server's return."""
 Opened = Callable[..., Daemon]
