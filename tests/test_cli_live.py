@@ -149,6 +149,7 @@ def failures(shell: Shell) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.fault(58)
 @pytest.mark.parametrize("name", ["arena", "slots"])
 def test_doctor_misses_what_engines_map_when_it_was_deleted_cut_or_replaced(

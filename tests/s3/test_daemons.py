@@ -77,6 +77,7 @@ def test_what_one_daemon_stored_another_loads(daemon: Opened) -> None:
         assert third.get(keys).blocks == 16, "a load without a lookup before asks by itself"
     d = daemon("d")
     with d.client():
+        until(lambda: ask(d, "GET", "/v1/namespaces")["namespaces"] != [], "the engine has joined")
         (space,) = ask(d, "GET", "/v1/namespaces")["namespaces"]
         question = {"namespace": space["namespace_id"], "keys": [key.hex() for key in keys]}
         assert ask(d, "POST", "/v1/lookup", question | {"deadline_ms": 0})["first_miss"]["reason"] == "deadline"

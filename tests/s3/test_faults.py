@@ -23,6 +23,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultLayer]:
     failpoint.disarm()
 
 
+@pytest.mark.long
 @pytest.mark.fault(10)
 @pytest.mark.parametrize("way", WAYS)
 def test_whatever_the_connection_does_right_bytes_come_or_none_and_all_is_well_later(

@@ -145,6 +145,7 @@ def down(call: Callable[[], object]) -> str | None:
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", STRANGE)
 def test_a_strange_answer_is_at_most_a_tier_that_is_down(
     a: Node, stub: S3Stub, caplog: pytest.LogCaptureFixture, kind: str
