@@ -1,6 +1,7 @@
 """An entry of the catalog: where a block is, and the bytes that say so.
 
-Owns the format of the catalog's keys and values. Called by ``catalog`` from any thread. Imports ``checksum`` and ``tier``.
+Owns the format of the catalog's keys and values. Called by ``catalog`` from any thread. Imports ``checksum`` and
+``tier``.
 """
 
 import struct

@@ -66,7 +66,7 @@ class OwnedFolder:
     def __init__(self, folder: Path) -> None:
         """Raises InUse while another process, or another object of this one, owns the folder."""
         if not folder.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             sync_folder(folder.parent)
         self.folder = folder
         self.was_clean = False
