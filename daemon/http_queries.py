@@ -54,6 +54,7 @@ PIN_S_MAX = 60.0
 SYNC_S_MAX = 60.0
 HEARTBEAT_S = 15.0
 LISTENERS_MAX = 64
+LISTENERS_OF_TENANT_MAX = 16
 LISTENER_IDLE_S = 60.0
 EVENTS_TYPE = "text/event-stream"
 
@@ -189,6 +190,11 @@ class Queries:
         after = _after(request)
         if self._listeners >= LISTENERS_MAX:
             raise Problem(503, "busy", f"{LISTENERS_MAX} clients listen to events already", "close one of them")
+        tenant = tenant_of(request)
+        of_tenant = sum(caller.tenant == tenant for caller, _ in self._listening.values()) if tenant else 0
+        if of_tenant >= LISTENERS_OF_TENANT_MAX:
+            text = f"{LISTENERS_OF_TENANT_MAX} clients of tenant {tenant} listen to events already"
+            raise Problem(503, "busy", text, "close one of them")
         response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         response.content_type = EVENTS_TYPE
         self._listeners += 1
@@ -207,7 +213,7 @@ class Queries:
                 if coming.done():
                     event = coming.result()
                     coming = tasks.begin(_next(stream), "events-next")
-                    if not self._is_for(tenant_of(request), event):
+                    if not self._is_for(tenant, event):
                         continue
                     body = msgspec.json.encode(event)
                     await _send(

@@ -19,6 +19,8 @@ FILE = "".join(
     for name, secret in SECRETS.items()
 )
 FILE += f"[[tokens]]\nname = 'operators-token'\nsecret = '{OPERATOR}'\nrights = ['read', 'write', 'admin', 'metrics']\n"
+BIG = 256 << 10
+"""Bytes of a block, of which host has room for 16."""
 TENANTS = "[tenants.attacker]\n[tenants.victim]\n"
 
 
@@ -82,3 +84,37 @@ def block(namespace_id: bytes, key: bytes) -> str:
 def chain(namespace_id: bytes, keys: list[bytes], **more: Any) -> dict[str, Any]:
     """The body of a question or an order about a chain."""
     return {"namespace": namespace_id.hex(), "keys": [key.hex() for key in keys], **more}
+
+
+@contextlib.contextmanager
+def both(daemon: Daemon, block_bytes: int = 4096) -> Iterator[tuple[Blocks, Blocks]]:
+    """Engines of attacker and victim that serve the same model."""
+    with engine(daemon, "attacker", block_bytes) as attacker, engine(daemon, "victim", block_bytes) as victim:
+        yield attacker, victim
+
+
+def from_disk(daemon: Daemon, secret: str, namespace_id: bytes, keys: list[bytes]) -> list[bytes | None]:
+    """Blocks of a tenant as they come when host has none of them."""
+    done(daemon, secret, "POST", "/v1/flush", {"namespace": namespace_id.hex(), "tier": "host"})
+    answers = [ask(daemon, secret, "GET", block(namespace_id, key)) for key in keys]
+    return [answer.body if answer.status == 200 else None for answer in answers]
+
+
+@contextlib.contextmanager
+def events(daemon: Daemon, secret: str, last: str | None = None) -> Iterator[Any]:
+    """The event stream as a file, from its first event on."""
+    headers = {"Authorization": f"Bearer {secret}"} | ({} if last is None else {"Last-Event-ID": last})
+    with contextlib.closing(door(daemon)) as connection:
+        connection.request("GET", "/v1/events", headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.readline() == b": connected\n" and answer.readline() == b"\n"
+        yield answer
+
+
+def hear_of(events: Any, namespace_id: bytes) -> bytes:
+    """Read until something of a namespace comes: all that was read."""
+    heard = b""
+    while namespace_id.hex().encode() not in heard:
+        heard += (line := events.readline())
+        assert line, "the stream has ended"
+    return heard

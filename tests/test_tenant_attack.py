@@ -1,4 +1,4 @@
-"""A tenant attacks another with all the rights that a tenant can have: over HTTP, as an engine, and on the machine.
+"""A tenant attacks another with all the rights that a tenant can have: over HTTP, and as an engine.
 
 Each attack must fail, and the same request must work for the tenant whose blocks they are: nothing here passes because
 a request was wrong in itself.
@@ -6,10 +6,7 @@ a request was wrong in itself.
 
 import contextlib
 import json
-import os
 import socket
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +14,29 @@ import pytest
 
 from terracekv.connector.client import Loaded, Stored
 from terracekv.daemon import protocol
+from terracekv.daemon.http_queries import LISTENERS_OF_TENANT_MAX
 from terracekv.daemon.protocol import Acquire, Committed, Error, Found, Leased, Lookup, Refused, Reserve, Reserved
-from terracekv.tests.harness import Blocks, Daemon, hello, payload_of, until
+from terracekv.tests.harness import Daemon, hello, payload_of
 from terracekv.tests.intruders import (
     ATTACKER,
-    FILE,
+    BIG,
     OPERATOR,
-    TENANTS,
     VICTIM,
     Answer,
     ask,
     block,
+    both,
     chain,
     done,
     door,
     engine,
+    events,
+    from_disk,
+    hear_of,
     two_tenants,
 )
-from terracekv.tests.test_strangers import NOBODY, as_root, as_stranger, public  # noqa: F401
 
 NOWHERE = bytes([0xEE]) * 32
-BIG = 256 << 10
-"""Bytes of a block, of which host has room for 16."""
-
-
-@contextlib.contextmanager
-def both(daemon: Daemon, block_bytes: int = 4096) -> Iterator[tuple[Blocks, Blocks]]:
-    """Engines of attacker and victim that serve the same model."""
-    with engine(daemon, "attacker", block_bytes) as attacker, engine(daemon, "victim", block_bytes) as victim:
-        yield attacker, victim
-
-
-def from_disk(daemon: Daemon, secret: str, namespace_id: bytes, keys: list[bytes]) -> list[bytes | None]:
-    """Blocks of a tenant as they come when host has none of them."""
-    done(daemon, secret, "POST", "/v1/flush", {"namespace": namespace_id.hex(), "tier": "host"})
-    answers = [ask(daemon, secret, "GET", block(namespace_id, key)) for key in keys]
-    return [answer.body if answer.status == 200 else None for answer in answers]
 
 
 def same(answer: Answer, name: str) -> tuple[int, list[str], bytes]:
@@ -65,7 +49,7 @@ def test_over_no_route_does_a_namespace_of_anothers_differ_from_none(shm_dir: Pa
     with two_tenants(shm_dir, tmp_path) as daemon, engine(daemon, "victim", model="victims/model") as victim:
         keys = victim.chain(1, 2)
         assert victim.put(keys, durable=True).durable
-        theirs = victim.namespace_id.hex()
+        theirs = victim.space.hex()
         names = (theirs, theirs.upper(), theirs[:8], theirs[:63], "victims%2Fmodel", "%00", "..", "*")
         body = payload_of(keys[0], 4096)
         for key in (keys[0], bytes(32)):
@@ -82,7 +66,7 @@ def test_over_no_route_does_a_namespace_of_anothers_differ_from_none(shm_dir: Pa
             none = same(ask(daemon, ATTACKER, "POST", route, {"namespace": "nobodys", **more}), "nobodys")
             for name in (theirs, theirs[:8], theirs.upper(), "victims/model"):
                 assert same(ask(daemon, ATTACKER, "POST", route, {"namespace": name, **more}), name) == none, route
-        mine = ask(daemon, VICTIM, "GET", block(victim.namespace_id, keys[0]), Range="bytes=0-9")
+        mine = ask(daemon, VICTIM, "GET", block(victim.space, keys[0]), Range="bytes=0-9")
         assert (mine.status, mine.body) == (206, body[:10]) and "etag" in mine.headers
         for route, more in _ORDERS(order):
             assert done(daemon, VICTIM, "POST", route, {"namespace": "victims/model", **more})["namespace_id"] == theirs
@@ -106,10 +90,10 @@ def _on_block(
 def test_no_list_no_figure_and_no_event_tells_of_others(shm_dir: Path, tmp_path: Path) -> None:
     with two_tenants(shm_dir, tmp_path) as daemon, engine(daemon, "victim", model="victims/model") as victim:
         keys = victim.chain(1, 3)
-        with _events(daemon, VICTIM) as heard:  # while somebody listens they are kept, for those who ask later
+        with events(daemon, VICTIM) as heard:  # while somebody listens they are kept, for those who ask later
             assert victim.put(keys, durable=True) == Stored(stored=3, durable=3)
-            _await(heard, victim.namespace_id)
-        telling = (victim.namespace_id.hex(), "victims/model", "victims-token", '"victim"', *(k.hex() for k in keys))
+            hear_of(heard, victim.space)
+        telling = (victim.space.hex(), "victims/model", "victims-token", '"victim"', *(k.hex() for k in keys))
         for route in ("/v1/status", "/v1/namespaces", "/openapi.json", "/readyz", "/healthz", "/"):
             seen = ask(daemon, ATTACKER, "GET", route)
             assert seen.status == 200 and not any(word in seen.body.decode() for word in telling), route
@@ -120,33 +104,13 @@ def test_no_list_no_figure_and_no_event_tells_of_others(shm_dir: Path, tmp_path:
             assert ask(daemon, ATTACKER, method, route, body).status == 403
             assert ask(daemon, OPERATOR, method, route, body).status == 200
         for last in ("0", "1"):
-            with engine(daemon, "attacker") as attacker, _events(daemon, ATTACKER, last) as heard:
+            with engine(daemon, "attacker") as attacker, events(daemon, ATTACKER, last) as heard:
                 assert attacker.put(attacker.chain(1, 1)).stored == 1  # whatever comes first is of before
-                before = _await(heard, attacker.namespace_id)
+                before = hear_of(heard, attacker.space)
                 assert not any(word.encode() in before for word in telling)
-            with _events(daemon, VICTIM, last) as again:
-                _await(again, victim.namespace_id)
-            done(daemon, ATTACKER, "POST", "/v1/flush", {"namespace": attacker.namespace_id.hex()})
-
-
-@contextlib.contextmanager
-def _events(daemon: Daemon, secret: str, last: str | None = None) -> Iterator[Any]:
-    """The event stream as a file, from its first event on."""
-    headers = {"Authorization": f"Bearer {secret}"} | ({} if last is None else {"Last-Event-ID": last})
-    with contextlib.closing(door(daemon)) as connection:
-        connection.request("GET", "/v1/events", headers=headers)
-        answer = connection.getresponse()
-        assert answer.status == 200 and answer.readline() == b": connected\n" and answer.readline() == b"\n"
-        yield answer
-
-
-def _await(events: Any, namespace_id: bytes) -> bytes:
-    """Read until something of a namespace comes: all that was read."""
-    heard = b""
-    while namespace_id.hex().encode() not in heard:
-        heard += (line := events.readline())
-        assert line, "the stream has ended"
-    return heard
+            with events(daemon, VICTIM, last) as again:
+                hear_of(again, victim.space)
+            done(daemon, ATTACKER, "POST", "/v1/flush", {"namespace": attacker.space.hex()})
 
 
 @pytest.mark.fault(28)
@@ -157,28 +121,28 @@ def test_who_knows_anothers_keys_can_neither_replace_nor_delete_what_they_name(s
         assert victim.put(keys, durable=True) == Stored(stored=3, durable=3)
         whole, forged = [payload_of(key, 4096) for key in keys], bytes(4096)
         for key in keys:  # of what it does not have itself
-            done(daemon, ATTACKER, "DELETE", block(attacker.namespace_id, key))
-        assert from_disk(daemon, VICTIM, victim.namespace_id, keys) == whole
+            done(daemon, ATTACKER, "DELETE", block(attacker.space, key))
+        assert from_disk(daemon, VICTIM, victim.space, keys) == whole
         for key in keys:
-            done(daemon, ATTACKER, "PUT", f"{block(attacker.namespace_id, key)}?durable=1", forged)
-        assert from_disk(daemon, VICTIM, victim.namespace_id, keys) == whole
-        assert from_disk(daemon, ATTACKER, attacker.namespace_id, keys) == [forged] * 3, "each has its own"
+            done(daemon, ATTACKER, "PUT", f"{block(attacker.space, key)}?durable=1", forged)
+        assert from_disk(daemon, VICTIM, victim.space, keys) == whole
+        assert from_disk(daemon, ATTACKER, attacker.space, keys) == [forged] * 3, "each has its own"
         for order in ("prefetch", "unpin"):
-            done(daemon, ATTACKER, "POST", f"/v1/{order}", chain(attacker.namespace_id, keys))
-        done(daemon, ATTACKER, "POST", "/v1/flush", {"namespace": attacker.namespace_id.hex()})
-        assert from_disk(daemon, VICTIM, victim.namespace_id, keys) == whole
-        assert from_disk(daemon, ATTACKER, attacker.namespace_id, keys) == [None] * 3
+            done(daemon, ATTACKER, "POST", f"/v1/{order}", chain(attacker.space, keys))
+        done(daemon, ATTACKER, "POST", "/v1/flush", {"namespace": attacker.space.hex()})
+        assert from_disk(daemon, VICTIM, victim.space, keys) == whole
+        assert from_disk(daemon, ATTACKER, attacker.space, keys) == [None] * 3
         assert done(daemon, OPERATOR, "POST", "/v1/verify", {"tier": "disk"})["wrong"] == {}
         for key in keys:
-            assert done(daemon, VICTIM, "DELETE", block(victim.namespace_id, key))["done"]["disk"]["deleted"] == 1
-        assert from_disk(daemon, VICTIM, victim.namespace_id, keys) == [None] * 3
+            assert done(daemon, VICTIM, "DELETE", block(victim.space, key))["done"]["disk"]["deleted"] == 1
+        assert from_disk(daemon, VICTIM, victim.space, keys) == [None] * 3
 
 
 def test_anothers_pins_are_neither_ended_nor_renewed_nor_told_of(shm_dir: Path, tmp_path: Path) -> None:
     with two_tenants(shm_dir, tmp_path) as daemon, both(daemon) as (attacker, victim):
         keys = victim.chain(1, 2)
         assert victim.put(keys) == Stored(stored=2)
-        mine, theirs = chain(victim.namespace_id, keys), chain(attacker.namespace_id, keys)
+        mine, theirs = chain(victim.space, keys), chain(attacker.space, keys)
 
         def pinned() -> int:
             return int(done(daemon, OPERATOR, "GET", "/v1/status")["pins"]["blocks"])
@@ -188,8 +152,8 @@ def test_anothers_pins_are_neither_ended_nor_renewed_nor_told_of(shm_dir: Path, 
         assert told["done"]["host"] == {"pinned": 0, "renewed": 0} and told["skipped"]["miss"] == 2
         assert done(daemon, ATTACKER, "POST", "/v1/unpin", theirs)["done"]["host"]["unpinned"] == 0
         for key in keys:
-            done(daemon, ATTACKER, "DELETE", block(attacker.namespace_id, key))
-        done(daemon, ATTACKER, "POST", "/v1/flush", {"namespace": attacker.namespace_id.hex()})
+            done(daemon, ATTACKER, "DELETE", block(attacker.space, key))
+        done(daemon, ATTACKER, "POST", "/v1/flush", {"namespace": attacker.space.hex()})
         assert pinned() == 2
         assert done(daemon, VICTIM, "POST", "/v1/unpin", mine)["done"]["host"]["unpinned"] == 2
         assert pinned() == 0
@@ -203,7 +167,7 @@ def test_nothing_tells_that_another_once_had_a_block(shm_dir: Path, tmp_path: Pa
             assert victim.put(victim.chain(seed, 1)).stored == 1
         assert victim.lookup(keys).reason == "evicted" and attacker.lookup(keys).reason == "absent"
         for secret, mine, reason in ((VICTIM, victim, "evicted"), (ATTACKER, attacker, "absent")):
-            found = done(daemon, secret, "POST", "/v1/lookup", chain(mine.namespace_id, keys))
+            found = done(daemon, secret, "POST", "/v1/lookup", chain(mine.space, keys))
             assert found["first_miss"]["reason"] == reason
 
 
@@ -215,7 +179,7 @@ def test_no_count_tells_of_blocks_that_others_read(shm_dir: Path, tmp_path: Path
         with daemon.wire(hello(credential=VICTIM.encode())) as reader:
             assert isinstance(reader.ask(Acquire(1, b"".join(keys), 1000)), Leased)
             for secret, mine, leased in ((VICTIM, victim, 2), (ATTACKER, attacker, 0), (VICTIM, victim, 2)):
-                told = done(daemon, secret, "POST", "/v1/flush", {"namespace": mine.namespace_id.hex()})
+                told = done(daemon, secret, "POST", "/v1/flush", {"namespace": mine.space.hex()})
                 assert told["skipped"]["leased"] == leased
 
 
@@ -224,10 +188,10 @@ def test_no_error_quotes_what_a_tier_said_of_anothers_blocks(shm_dir: Path, tmp_
     more = {"daemon__queue": "64KiB"}
     with two_tenants(shm_dir, tmp_path, tenants, **more) as daemon, engine(daemon, "victim") as victim:
         key = victim.chain(1, 1)[0]
-        kept = ask(daemon, VICTIM, "PUT", f"{block(victim.namespace_id, key)}?durable=1", bytes(4096))
+        kept = ask(daemon, VICTIM, "PUT", f"{block(victim.space, key)}?durable=1", bytes(4096))
         assert kept.status == 507 and "tenant victim" in kept.json["error"]["message"], "of one's own it tells"
         with engine(daemon, "attacker", BIG) as attacker:
-            route = f"{block(attacker.namespace_id, key)}?durable=1"
+            route = f"{block(attacker.space, key)}?durable=1"
             told = ask(daemon, ATTACKER, "PUT", route, bytes(BIG))
             assert (
                 told.status == 503 and "victim" not in told.body.decode() and "did not reach disk" in told.body.decode()
@@ -262,12 +226,12 @@ def test_an_engine_gets_nothing_under_anothers_keys_handles_and_numbers(shm_dir:
             assert [(s["leased_blocks"], s["reserved_blocks"]) for s in sessions] == [(0, 0), (3, 2)]
             committed = owner.ask(protocol.Commit(6, reserved.reservation, [0, 1]))
             assert isinstance(committed, Committed) and committed.stored == [0, 1]
-        assert victim.lookup(new).blocks == 2 and from_disk(daemon, VICTIM, victim.namespace_id, keys[:1]) != [None]
+        assert victim.lookup(new).blocks == 2 and from_disk(daemon, VICTIM, victim.space, keys[:1]) != [None]
 
 
 def test_no_hello_names_anothers_namespace(shm_dir: Path, tmp_path: Path) -> None:
     with two_tenants(shm_dir, tmp_path) as daemon, engine(daemon, "victim") as victim:
-        theirs = victim.namespace_id
+        theirs = victim.space
         secret = (tmp_path / "d" / "state" / "secret").read_bytes()
         for guess in (b"", b"victim", b"victims-token", theirs, theirs.hex().encode(), bytes(32), secret, b"operator"):
             with daemon.wire() as wire:
@@ -300,102 +264,33 @@ def test_no_way_around_a_quota_takes_anothers_room(shm_dir: Path, tmp_path: Path
                 one = mine.chain(n, 1)
                 if not n:
                     assert mine.put(one) == Stored(stored=1)
-                    done(daemon, ATTACKER, "POST", "/v1/pin", chain(mine.namespace_id, one))
+                    done(daemon, ATTACKER, "POST", "/v1/pin", chain(mine.space, one))
                 said = hello(BIG, model=f"m{n}", credential=ATTACKER.encode())
                 wire = held.enter_context(daemon.wire(said))
                 wire.ask(Acquire(1, one[0], 1000))
                 wire.ask(Reserve(2, b"".join(mine.chain(100 + n, 2))))
                 upload = held.enter_context(contextlib.closing(door(daemon)))
-                upload.putrequest("PUT", block(mine.namespace_id, one[0]))
+                upload.putrequest("PUT", block(mine.space, one[0]))
                 upload.putheader("Authorization", f"Bearer {ATTACKER}")
                 upload.putheader("Content-Length", str(BIG))
                 upload.endheaders(b"x")
                 assert used(ATTACKER) <= 4 * BIG
             assert used(ATTACKER) == 4 * BIG, "it has all that it may have"
-            full = ask(daemon, ATTACKER, "PUT", block(mine.namespace_id, one[0]), bytes(BIG))
+            full = ask(daemon, ATTACKER, "PUT", block(mine.space, one[0]), bytes(BIG))
             assert (full.status, full.json["error"]["kind"]) == (507, "quota")
             assert victim.get(keys) == Loaded(12, None) and used(VICTIM) == 12 * BIG
 
 
-def test_a_secret_that_is_replaced_ends_all_that_came_in_by_it(shm_dir: Path, tmp_path: Path) -> None:
-    """Under the same name too: it may have been replaced because somebody else had it."""
-    with two_tenants(shm_dir, tmp_path) as daemon:
-        own = hello(credential=VICTIM.encode())
-        with daemon.wire(hello(credential=ATTACKER.encode())) as stolen, daemon.wire(own) as mine:
-            with _events(daemon, ATTACKER) as heard, _events(daemon, VICTIM) as still:
-                (tmp_path / "access.toml").write_text(FILE.replace(ATTACKER, "another-secret-0001") + TENANTS)
-                assert stolen.closed()
-                assert heard.read() == b"", "its events end"
-                assert isinstance(mine.ask(Lookup(1, b"", 1000)), Found)
-                with engine(daemon, "victim") as victim:
-                    assert victim.put(victim.chain(1, 1)).stored == 1
-                _await(still, victim.namespace_id)
+def test_a_tenant_listens_to_events_so_often_and_others_still_can(shm_dir: Path, tmp_path: Path) -> None:
+    with two_tenants(shm_dir, tmp_path) as daemon, contextlib.ExitStack() as held:
+        for _ in range(LISTENERS_OF_TENANT_MAX):
+            held.enter_context(events(daemon, ATTACKER))
+        assert ask(daemon, ATTACKER, "GET", "/v1/events").status == 503
+        for secret in (VICTIM, OPERATOR):
+            held.enter_context(events(daemon, secret))
 
 
-def test_a_secret_that_is_replaced_while_its_engine_says_hello_opens_no_session(shm_dir: Path, tmp_path: Path) -> None:
-    with two_tenants(shm_dir, tmp_path) as daemon:
-        daemon.restart(failpoints="namespaces.replace*2=sleep:3")
-        for secret, welcome in ((VICTIM, True), (ATTACKER, False)):
-            with daemon.wire() as late:
-                late.tell(hello(credential=secret.encode()))
-                if not welcome:
-                    until((tmp_path / "d" / "state" / "namespaces.new").exists, "its namespace is being noted")
-                    (tmp_path / "access.toml").write_text(FILE.replace(ATTACKER, "another-secret-0001") + TENANTS)
-                answer = late.read()
-                assert isinstance(answer, protocol.Welcome) if welcome else isinstance(answer, Refused), answer
-
-
-def test_no_file_is_open_to_other_users(shm_dir: Path, tmp_path: Path) -> None:
-    """Whatever the modes of the folders are that the daemon was given."""
-    for folder in (tmp_path / "d", tmp_path / "d" / "state", tmp_path / "disk"):
-        folder.mkdir(mode=0o755)
-    with two_tenants(shm_dir, tmp_path, disk__path=str(tmp_path / "disk")) as daemon, both(daemon) as (_, victim):
-        assert victim.put(victim.chain(1, 3), durable=True) == Stored(stored=3, durable=3)
-        told = [tmp_path / "d" / "state", tmp_path / "disk", daemon.runtime]
-        files = [path for folder in told for path in folder.rglob("*") if not path.is_dir()]
-        assert {"secret", "namespaces.json", "data.mdb", "arena", "http.sock"} <= {path.name for path in files}
-        telling = {path.name: oct(mode) for path in files if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o077}
-        assert telling.keys() <= {"state.json"}, "which has numbers of the folder's own"
-
-
-@as_root
-@pytest.mark.fault(108)
-def test_an_engine_of_another_user_has_its_session_and_no_other_way_in(public: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Not over the files, not over the daemon's descriptors, not as whom it says that it is."""
-    tenants = f"[tenants.attacker]\nuids = [{NOBODY}]\nrights = ['read']\n[tenants.victim]\n"
-    with two_tenants(public, tmp_path, tenants, access__socket_mode="0666") as daemon, both(daemon) as (_, victim):
-        keys = victim.chain(1, 2)
-        assert victim.put(keys, durable=True) == Stored(stored=2, durable=2)
-        wanted = {
-            "model": "m", "revision": "r", "dtype": "u8", "block_tokens": 4, "lookup_budget_ms": 10_000,
-            "access": "read",
-        }  # fmt: skip
-        files = [path for folder in (tmp_path / "d", daemon.runtime) for path in folder.rglob("*") if path.is_file()]
-        files += [Path(f"/proc/{daemon.pid}/{name}") for name in ("mem", "environ", "fd/0", "maps")]
-        lines = as_stranger(
-            f"""
-            import os
-            client = Blocks({str(daemon.socket)!r}, layout=layout_of(4096), **{wanted!r})
-            keys = [bytes.fromhex(key) for key in {[key.hex() for key in keys]!r}]
-            print(client.joined, client.namespace_id.hex(), client.lookup(keys).blocks, client.get(keys).blocks)
-            client.close()
-            for path in {[str(path) for path in files]!r}:
-                try:
-                    os.close(os.open(path, os.O_RDONLY))
-                    print("opened", path)
-                except PermissionError:
-                    pass
-            """
-        )
-        first, *opened = lines[1]
-        joined, namespace_id, *found = first.split()
-        assert (joined, found) == ("True", ["0", "0"]) and namespace_id != victim.namespace_id.hex()
-        assert [line for line in opened if "daemon.log" not in line] == []
-        assert files and all(os.access(path, os.R_OK) for path in files), "as root they open"
-        assert victim.get(keys) == Loaded(2, None)
-
-
-def test_sockets_of_the_doors_speak_no_sooner_than_they_are_told_who_asks(shm_dir: Path, tmp_path: Path) -> None:
+def test_no_door_answers_before_it_is_told_who_asks(shm_dir: Path, tmp_path: Path) -> None:
     with two_tenants(shm_dir, tmp_path) as daemon, engine(daemon, "victim") as victim:
         for message in (Lookup(1, bytes(32), 0), Acquire(1, bytes(32), 0), Reserve(1, bytes(32)), protocol.Release(1)):
             with daemon.wire() as wire:
@@ -404,6 +299,6 @@ def test_sockets_of_the_doors_speak_no_sooner_than_they_are_told_who_asks(shm_di
         with socket.socket(socket.AF_UNIX) as bare:
             bare.settimeout(30.0)
             bare.connect(str(daemon.runtime / "http.sock"))
-            bare.sendall(f"GET {block(victim.namespace_id, bytes(32))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            bare.sendall(f"GET {block(victim.space, bytes(32))} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             assert bare.recv(4096).startswith(b"HTTP/1.1 401 ")
         assert victim.lookup(victim.chain(1, 1)).blocks == 0

@@ -142,7 +142,7 @@ class OwnedFolder:
             "seal": seal,
         }
         fresh = self.folder / "state.new"
-        with open(fresh, "w") as file:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
