@@ -25,7 +25,7 @@ from terracekv.tiers.audit import Audit, id_after
 from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.disk_shares import DiskShares
-from terracekv.tiers.entry import Entry, Place, name_of
+from terracekv.tiers.entry import Entry, Place, name_of, names_of
 from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.folder import OwnedFolder
@@ -157,7 +157,7 @@ class DiskTier:
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``. Microseconds per id; no segment is touched."""
         try:
-            return self._catalog.leading(namespace.stamp, (name_of(namespace.stamp, id) for id in ids))
+            return self._catalog.leading(namespace.stamp, names_of(namespace.stamp, ids))
         except TierDown as error:
             self._failed(error)
             return 0
@@ -198,7 +198,7 @@ class DiskTier:
     def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.delete``. A later rebuild of the catalog may list deleted blocks again, as any that were put."""
         try:
-            gone = self._catalog.delete(namespace.stamp, [name_of(namespace.stamp, id) for id in ids])
+            gone = self._catalog.delete(namespace.stamp, list(names_of(namespace.stamp, ids)))
         except (TierDown, TierFull) as error:
             self._failed(error)
             return 0

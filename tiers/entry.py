@@ -5,6 +5,7 @@ Owns the format of the catalog's keys and values. Called by ``catalog`` from any
 """
 
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from terracekv.tiers.checksum import checksum
@@ -59,6 +60,11 @@ def name_of(stamp: int, id: bytes) -> bytes:
     """What the catalog calls a block: the number of its namespace, and its id. By its id alone one tenant could put or
     delete what has the place of another's: over HTTP whoever writes chooses the keys of its own namespaces."""
     return _OWNER.pack(stamp >> 32) + id
+
+
+def names_of(stamp: int, ids: Iterable[bytes]) -> Iterable[bytes]:
+    """The same for a chain, name by name as they are asked for."""
+    return map(_OWNER.pack(stamp >> 32).__add__, ids)
 
 
 def id_of(name: bytes) -> bytes:
