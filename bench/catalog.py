@@ -17,7 +17,7 @@ from pathlib import Path
 
 from terracekv.bench.figures import median, report, seconds
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.entry import Entry
+from terracekv.tiers.entry import Entry, id_of, name_of
 from terracekv.tiers.namespace import Namespace, Namespaces
 
 COUNTS = (10_000, 100_000, 1_000_000)
@@ -62,7 +62,7 @@ class Index:
         for first in range(0, blocks, BATCH):
             rows = [
                 (
-                    random.randbytes(34),
+                    name_of(self.namespace.stamp, random.randbytes(34)),
                     Entry(
                         self.namespace.stamp,
                         1 + index // PER_SEGMENT,
@@ -76,7 +76,7 @@ class Index:
             ]
             assert all(tier._catalog.publish(rows))
             if random.random() < 64 * BATCH / blocks:
-                runs.append([id for id, _ in rows])
+                runs.append([id_of(name) for name, _ in rows])
         for number in tier._catalog.segments():
             with open(tier._files.path(number), "wb") as file:
                 file.truncate(SEGMENT_BYTES)

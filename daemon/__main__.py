@@ -104,7 +104,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     for thread in background:
         thread.start()
     watchdog.start()
-    loop.add_signal_handler(signal.SIGHUP, _reread, access, engine, True)
+    loop.add_signal_handler(signal.SIGHUP, _reread, access, engine, http, True)
     work = tasks.keep(lambda: _keep_house(store, engine, http, access), "housekeeper", HOUSEKEEPING_S)
     keeper = tasks.begin(work, "housekeeper")
     gc.collect()
@@ -276,12 +276,13 @@ async def _end(tiers: Tiers, store: Store, movers: list[Mover]) -> bool:
     return ended
 
 
-def _reread(access: Access, engine: EngineDoor, force: bool = False) -> None:
+def _reread(access: Access, engine: EngineDoor, http: HttpDoor, force: bool = False) -> None:
     """Tokens and tenants may have changed: with them who may go on, and how much each may keep."""
     access.tls.refresh(force=force)
     if access.refresh(force=force):
         _set_quotas(access, engine.store)
         engine.end_unknown()
+        http.end_unknown()
 
 
 def _set_quotas(access: Access, store: Store) -> None:
@@ -293,7 +294,7 @@ def _set_quotas(access: Access, store: Store) -> None:
 async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: Access) -> None:
     """What must happen now and then without anybody asking."""
     await store.keep_house()
-    _reread(access, engine)
+    _reread(access, engine, http)
     gone = engine.missing()
     if gone and "engine door" not in http.not_ready:
         reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"

@@ -11,6 +11,7 @@ that cannot be used stops a daemon that starts; one that is broken later leaves 
 import hmac
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class Access:
             if hmac.compare_digest(each, digest):
                 found = caller
         if self._token is not None and hmac.compare_digest(self._token, digest):
-            found = found or OPERATOR
+            found = found or replace(OPERATOR, digest=digest)
         return found
 
     def at_http(self, token: bytes | None, peer: Peer | None, *, tcp: bool) -> Caller:
@@ -128,8 +129,10 @@ class Access:
             raise self._denied(f"{caller.name} has not the right {right}", "use a token that has it", known=True)
 
     def knows(self, caller: Caller) -> bool:
-        """Whether the table in force has this caller, with the same tenant and rights."""
-        return caller in (OPERATOR, *self.table.uids.values(), *(each for _, each in self.table.tokens))
+        """Whether the files in force have this caller, with the same secret, tenant and rights."""
+        if not caller.digest:
+            return caller in (OPERATOR, *self.table.uids.values())
+        return dict(self.table.tokens).get(caller.digest, OPERATOR if caller.digest == self._token else None) == caller
 
     def report(self) -> dict[str, Any]:
         """For the status; names, never secrets."""

@@ -52,6 +52,8 @@ class Caller:
     name: str
     tenant: str
     rights: frozenset[Right]
+    digest: bytes = field(default=b"", repr=False, compare=False)
+    """Of the secret that it came with; empty for who needs none."""
 
 
 class Token(Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,7 +138,7 @@ def _tokens(content: Content) -> tuple[tuple[bytes, Caller], ...]:
         digest = digest_of(token.secret.encode()) if token.sha256 is None else bytes.fromhex(token.sha256)
         if digest in rows:
             raise ConfigError(f"{where} has the secret of token {rows[digest].name!r}", "choose another")
-        rows[digest] = Caller(token.name, token.tenant, token.rights)
+        rows[digest] = Caller(token.name, token.tenant, token.rights, digest)
     return tuple(rows.items())
 
 

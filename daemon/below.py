@@ -20,6 +20,9 @@ DISK_BYTES_PER_S = 1e9
 DISK_LATENCY_S = 0.0005
 
 T = TypeVar("T")
+Name = tuple[bytes, bytes]
+"""A namespace's id and a block's: what is remembered of a block goes by both, as another namespace may have one of the
+same id."""
 
 
 @dataclass(slots=True)
@@ -131,13 +134,13 @@ class Lower:
 
 
 def places(
-    below: Sequence[Lower], namespace: Namespace, ids: Sequence[bytes], coming: Container[bytes] = ()
+    below: Sequence[Lower], namespace: Namespace, ids: Sequence[bytes], coming: Container[Name] = ()
 ) -> list[Lower | None]:
     """For each of the leading ``ids`` that can be had from below: the uppermost tier that has it, or None for one that
     is ``coming`` already. Ends where the first is nowhere."""
     found: list[Lower | None] = []
     while len(found) < len(ids):
-        if ids[len(found)] in coming:
+        if (namespace.id, ids[len(found)]) in coming:
             found.append(None)
             continue
         rest = ids[len(found) :]
@@ -148,7 +151,7 @@ def places(
                 if above:  # what is here in a row may in part be had from above
                     hidden = (at for at in range(1, count) if any(upper.has(namespace, rest[at]) for upper in above))
                     count = next(hidden, count)
-                found += [None if id in coming else lower for id in rest[:count]]
+                found += [None if (namespace.id, id) in coming else lower for id in rest[:count]]
                 break
         else:
             break

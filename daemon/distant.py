@@ -63,7 +63,7 @@ class Distant(Lower):
         self._reading = 0
         self._read_at = float("-inf")
         self._written = Ghosts(WRITTEN)
-        self._redated: OrderedDict[bytes, float] = OrderedDict()
+        self._redated: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         self._closed = False
         self.used = set[bytes]()
         """Namespaces that somebody looked up or stored in."""
@@ -91,22 +91,22 @@ class Distant(Lower):
         if self.stuck is not None:
             return False
         known = self.tier.knows(namespace, id)
-        return id in self._written if known is None else known
+        return self._written.has(namespace.number, id) if known is None else known
 
     def keeps(self, namespace: Namespace, id: bytes) -> bool:
         """Whether this daemon was told by the bucket that it has the block: what is believed of a chain is not that."""
-        return id in self._written and self.tier.knows(namespace, id) is not False
+        return self._written.has(namespace.number, id) and self.tier.knows(namespace, id) is not False
 
-    def wrote(self, id: bytes) -> None:
+    def wrote(self, namespace: Namespace, id: bytes) -> None:
         """A block was stored, or the bucket said that it is there."""
-        self._written.add(id)
+        self._written.add(namespace.number, id)
 
-    def forget(self, ids: Sequence[bytes] | None = None) -> None:
+    def forget(self, namespace: Namespace, ids: Sequence[bytes] | None = None) -> None:
         """Blocks, or all of a namespace, were deleted: what was once stored may be there no more."""
         if ids is None:
             self._written = Ghosts(WRITTEN)
         for id in ids or ():
-            self._written.discard(id)
+            self._written.discard(namespace.number, id)
 
     def ask(self, namespace: Namespace, ids: Sequence[bytes]) -> "asyncio.Future[int] | None":
         """Find out how many of ``ids``, the first of which is not known, are there. Done when it is known or given up;
@@ -166,7 +166,7 @@ class Distant(Lower):
         """A chain was read: its objects live on. At most once a minute for a chain, and behind all else."""
         if not chain or not self.tier.settings.ttl_s or not self.writable:
             return
-        now, last = time.monotonic(), chain[-1]
+        now, last = time.monotonic(), (namespace.stamp, chain[-1])
         if now - self._redated.get(last, float("-inf")) < min(REDATE_S, self.tier.settings.ttl_s / 8):
             return
         ids = list(chain)

@@ -87,14 +87,14 @@ class Forgetting:
 
     async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
         """Forget blocks in every tier: how many each had. Whoever reads one under a lease may finish."""
-        self._pins.unpin(ids)
+        self._pins.unpin(namespace, ids)
         counts: dict[str, int] = {}
         # A block on its way from tier to tier arrives behind us, and would be listed again: so once more, until a round
         # finds nothing and nothing moves (or an engine keeps storing it: then it is there because it was stored).
         for _ in range(DELETE_ROUNDS):
             gone = await self._forget(namespace, ids)
             counts = {name: max(count, counts.get(name, 0)) for name, count in gone.items()}
-            if moving := self._under_way(set(ids)):
+            if moving := self._under_way(namespace, set(ids)):
                 if (await asyncio.wait(moving, timeout=min(map(patience_s, self._below), default=LOCAL_S)))[1]:
                     break  # what is still on its way to or from a slow tier may be there afterwards
             elif not any(gone.values()):
@@ -149,7 +149,7 @@ class Forgetting:
             old = replace(namespace, epoch=namespace.epoch - 1)
             for lower, through in zip(self._below, self._through, strict=True):
                 if isinstance(lower, Distant):
-                    lower.forget()  # whoever flushed sweeps the bucket
+                    lower.forget(namespace)  # whoever flushed sweeps the bucket
                 else:
                     await self._flush_below(self._sweep(old, lower, through), lower, Flushed())
 
@@ -174,7 +174,7 @@ class Forgetting:
         self, namespace: Namespace, far: Distant, through: WriteThrough, flushed: Flushed, *, tell: bool
     ) -> int:
         older_than = replace(namespace, epoch=namespace.epoch + 1)
-        far.forget()
+        far.forget(namespace)
         if tell:
             unheard = await asyncio.shield(far.tells.turn(older_than))
             if unheard is not None:
@@ -207,11 +207,11 @@ class Forgetting:
             await asyncio.wait(moving, timeout=patience_s(self._near))
         return await self._mover.load(lambda: gpu.drop(namespace))
 
-    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Any]]":
+    def _under_way(self, namespace: Namespace, ids: set[bytes]) -> "list[asyncio.Future[Any]]":
         """Moves between tiers that have not ended, of these blocks or perhaps of them."""
-        writes = [write for through in self._through for write in through.under_way(ids)]
+        writes = [write for through in self._through for write in through.under_way(namespace, ids)]
         up = self._near.hot.under_way() if self._near is not None else []
-        return [*self._promoter.under_way(ids), *writes, *up]
+        return [*self._promoter.under_way(namespace, ids), *writes, *up]
 
     async def _forget(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
         counts = {}
@@ -220,7 +220,7 @@ class Forgetting:
         counts["host"] = await self._mover.load(lambda: self._host.delete(namespace, ids))
         for lower in self._below:
             if isinstance(lower, Distant):
-                lower.forget(ids)
+                lower.forget(namespace, ids)
             work = lower.mover.load(partial(lower.tier.delete, namespace, ids))
             work.add_done_callback(heard)
             done, _ = await asyncio.wait([work], timeout=patience_s(lower))

@@ -1,7 +1,7 @@
 """Hot blocks go up: what of host is copied into the gpu tier, and what comes back down when it leaves.
 
 Owns the heat of blocks, the share of the bus and the promotions under way. Runs on the event loop, copies go through
-the mover, behind every load. Imports ``mover`` and ``tiers``.
+the mover, behind every load. Imports ``below``, ``mover`` and ``tiers``.
 
 A promotion is nobody's wish: over the share of the bus, over the mover's bound, or when a block is not in host any
 more, it is left out and counted, and the block's next use asks again.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from terracekv.daemon.below import Name
 from terracekv.daemon.mover import Mover
 from terracekv.tiers.gpu import GpuTier
 from terracekv.tiers.heat import BusShare, Heat
@@ -54,7 +55,7 @@ class Hot:
         self._heat = heat
         self._share = share
         self._clock = clock
-        self._coming: dict[bytes, asyncio.Future[tuple[Outcome, float]]] = {}
+        self._coming: dict[Name, asyncio.Future[tuple[Outcome, float]]] = {}
         self.moves = Moves()
         self.promoted: Callable[[Namespace, bytes], None] = lambda namespace, id: None
         """Told of each block that came to the GPU."""
@@ -63,7 +64,8 @@ class Hot:
 
     def used(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """A chain was used, from its head on. How many of its blocks began to go up."""
-        hot = [id for id in self._heat.used(ids, self._clock()) if id not in self._coming]
+        names = [(namespace.id, id) for id in ids]
+        hot = [id for of, id in self._heat.used(names, self._clock()) if (of, id) not in self._coming]
         begun = 0
         for id in hot:
             if not self._gpu.has(namespace, id):
@@ -91,7 +93,7 @@ class Hot:
             self._host.release([slot])
             self.moves.over_queue += 1
             return False
-        self._coming[id] = promotion
+        self._coming[namespace.id, id] = promotion
         promotion.add_done_callback(partial(self._came, namespace, id, slot))
         return True
 
@@ -106,7 +108,7 @@ class Hot:
 
     def _came(self, namespace: Namespace, id: bytes, slot: Slot, done: "asyncio.Future[tuple[Outcome, float]]") -> None:
         self._host.release([slot])
-        del self._coming[id]
+        del self._coming[namespace.id, id]
         if done.cancelled():
             return
         outcome, seconds = (Outcome.FAILED, 0.0) if done.exception() is not None else done.result()

@@ -1,8 +1,8 @@
 """Block bytes over HTTP: streamed between a connection and the arena, never collected on the way.
 
 Owns no state: a download holds a lease, an upload a reserved slot, both for as long as the request lasts. Called by
-``http_door`` on the event loop. Imports aiohttp, ``http_bodies``, ``http_gate``, ``http_messages``, ``naming``,
-``store`` and ``tiers``.
+``http_door`` on the event loop. Imports aiohttp, ``below``, ``http_bodies``, ``http_gate``, ``http_messages``,
+``naming``, ``store`` and ``tiers``.
 
 A block is uploaded into its slot piece by piece and becomes findable at its commit; whatever ends the upload before
 that gives the slot back.
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
+from terracekv.daemon.below import Lower
 from terracekv.daemon.http_bodies import go_ahead, next_piece, refuse_encoded, waits_for_leave
 from terracekv.daemon.http_gate import tenant_of
 from terracekv.daemon.http_messages import Done, Problem, Stored, parse_key, reply, too_large
@@ -52,7 +53,7 @@ class Blocks:
         namespace, id = self._target(request, names)
         namespace = await self._store.learn(namespace, [id], LEARN_S_MAX)
         tier = self._store.holder(namespace, id) or "host"
-        slot = await self._lease(namespace, id)
+        slot = await self._lease(request, namespace, id)
         try:
             digest = self._store.host.checksum_of(slot)
             payload = self._store.host.payload(slot, namespace.block_bytes)
@@ -92,7 +93,7 @@ class Blocks:
                 409, "stale", "the namespace was flushed during the upload", "compute the block anew; its bytes are old"
             )
         if durable:
-            await self._make_durable(namespace, id)
+            await self._make_durable(request, namespace, id)
         shown = None if digest is None else f"{ALGORITHM}:{digest:016x}"
         return reply(request, Stored(outcome, shown, durable), 201 if outcome is Outcome.STORED else 200)
 
@@ -120,7 +121,7 @@ class Blocks:
             )
         return namespace, block_id(parse_key(names["key"]), int(shard))
 
-    async def _lease(self, namespace: Namespace, id: bytes) -> Slot:
+    async def _lease(self, request: web.BaseRequest, namespace: Namespace, id: bytes) -> Slot:
         try:
             async with asyncio.timeout(PROMOTE_S_MAX):
                 (result,) = await self._store.promoter.gather(namespace, [id])
@@ -133,7 +134,7 @@ class Blocks:
         if result in (Outcome.FULL, Outcome.QUOTA):
             raise self._full(namespace, result)
         if result is Outcome.FAILED:
-            errors = [error for lower in self._store.below if (error := lower.status().last_error)]
+            errors = [error for lower in self._store.below if (error := _last_error(request, lower))]
             raise TierDown(f"the block could not be read: {'; '.join(errors) or 'see the log'}", "treat it as a miss")
         raise NotFound(
             "no such block" if result is Outcome.MISS else f"no such block any more: {result}",
@@ -161,14 +162,14 @@ class Blocks:
         (outcome,), _ = await self._store.commit(namespace, [(id, slot)])
         return outcome, digest
 
-    async def _make_durable(self, namespace: Namespace, id: bytes) -> None:
+    async def _make_durable(self, request: web.BaseRequest, namespace: Namespace, id: bytes) -> None:
         if not await self._store.make_durable(namespace, id):
             tier = self._store.below[-1]
             shares, needed = self._store.shares.get(tier.name), PAGE + slot_bytes_for(namespace.block_bytes)
             limit = shares.limit(namespace.id) if shares is not None else None
             if shares is not None and limit is not None and limit < needed:
                 raise _over_quota(shares, namespace, tier.name, needed)
-            why = tier.status().last_error or "its queue is full"
+            why = _last_error(request, tier) or "its queue is full, or see the log"
             raise Problem(
                 503,
                 "tier_down",
@@ -187,6 +188,11 @@ class Blocks:
             status.capacity_bytes - status.used_bytes,
             "every block that is left is leased, pinned or being written: release, unpin, or raise host.size",
         )
+
+
+def _last_error(request: web.BaseRequest, lower: Lower) -> str | None:
+    """A tier's, for who may see all: it may be of anybody's blocks, and name them."""
+    return None if tenant_of(request) else lower.status().last_error
 
 
 def _over_quota(shares: Shares | DiskShares, namespace: Namespace, tier: str, needed: int) -> Problem:

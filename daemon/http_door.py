@@ -174,6 +174,10 @@ class HttpDoor:
         await asyncio.gather(*(server.shutdown(CANCEL_S) for server, _ in self._open))
         self._open.clear()
 
+    def end_unknown(self) -> None:
+        """End the event streams of callers that the access file does not have any more, or has with other rights."""
+        self._queries.end_unknown(self._access.knows)
+
     def _server(self, *, tcp: bool) -> web.Server:
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             return await self._handle(request, tcp)

@@ -1,7 +1,7 @@
 """Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, sync, events.
 
 Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
-``http_bodies``, ``http_gate``, ``http_messages``, ``naming``, ``store``, ``tasks`` and ``tiers``.
+``access_file``, ``http_bodies``, ``http_gate``, ``http_messages``, ``naming``, ``store``, ``tasks`` and ``tiers``.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import msgspec
 from aiohttp import web
 
 from terracekv.daemon import tasks
+from terracekv.daemon.access_file import Caller
 from terracekv.daemon.http_bodies import Bodies
-from terracekv.daemon.http_gate import refuse_tenants, tenant_of
+from terracekv.daemon.http_gate import caller_of, refuse_tenants, tenant_of
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
     Chain,
@@ -53,6 +54,7 @@ PIN_S_MAX = 60.0
 SYNC_S_MAX = 60.0
 HEARTBEAT_S = 15.0
 LISTENERS_MAX = 64
+LISTENERS_OF_TENANT_MAX = 16
 LISTENER_IDLE_S = 60.0
 EVENTS_TYPE = "text/event-stream"
 
@@ -64,7 +66,7 @@ class Queries:
         self._store = store
         self._bodies = Bodies()
         self._listeners = 0
-        self._listening: dict[web.RequestHandler, asyncio.Event] = {}
+        self._listening: dict[web.RequestHandler, tuple[Caller, asyncio.Event]] = {}
         self.closing = asyncio.Event()
 
     async def lookup(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
@@ -100,7 +102,7 @@ class Queries:
         namespace, ids = await self._chain(request, Prefetch)
         namespace = await self._store.learn(namespace, ids, DEADLINE_MS / 1e3)
         here, coming = self._store.promoter.prefetch(namespace, ids)
-        sources = self._store.promoter.sources(set(ids))
+        sources = self._store.promoter.sources(namespace, set(ids))
         done = {"host": {"present": here}}
         done |= {lower.name: {"coming": sources[lower.name]} for lower in self._store.sources}
         return reply(request, Done(namespace.id.hex(), len(ids), done, {"absent": len(ids) - here - coming}))
@@ -124,19 +126,19 @@ class Queries:
     async def unpin(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Let go of a chain."""
         namespace, ids = await self._chain(request, Unpin)
-        ended = self._store.pins.unpin(ids)
+        ended = self._store.pins.unpin(namespace, ids)
         skipped = {"not_pinned": len(ids) - ended}
         return reply(request, Done(namespace.id.hex(), len(ids), {"host": {"unpinned": ended}}, skipped))
 
     async def flush(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Forget a namespace's blocks. ``skipped.leased``: gone for lookups, but their room only comes back when
-        their readers let go (counted for the tier as a whole). For the rest of ``skipped`` see ``Flushed``."""
+        their readers let go. For the rest of ``skipped`` see ``Flushed``."""
         wanted = await self._bodies.read(request, Flush)
         namespace = find_namespace(self._store.namespaces, wanted.namespace, tenant_of(request))
         flushed = await self._store.flush(namespace, wanted.tier)
         skipped = {}
         if "host" in flushed.dropped:
-            skipped["leased"] = int(self._store.host.status().details["doomed_blocks"] or 0)
+            skipped["leased"] = self._store.host.doomed(namespace)
         done = {tier: {"dropped": blocks} for tier, blocks in flushed.dropped.items()}
         return reply(request, Done(namespace.id.hex(), None, done, skipped | flushed.skipped))
 
@@ -188,10 +190,16 @@ class Queries:
         after = _after(request)
         if self._listeners >= LISTENERS_MAX:
             raise Problem(503, "busy", f"{LISTENERS_MAX} clients listen to events already", "close one of them")
+        tenant = tenant_of(request)
+        of_tenant = sum(caller.tenant == tenant for caller, _ in self._listening.values()) if tenant else 0
+        if of_tenant >= LISTENERS_OF_TENANT_MAX:
+            text = f"{LISTENERS_OF_TENANT_MAX} clients of tenant {tenant} listen to events already"
+            raise Problem(503, "busy", text, "close one of them")
         response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         response.content_type = EVENTS_TYPE
         self._listeners += 1
-        ended = self._listening[request.protocol] = asyncio.Event()
+        ended = asyncio.Event()
+        self._listening[request.protocol] = caller_of(request), ended
         if self.closing.is_set() or request.transport is None:
             ended.set()
         stream = self._store.events.listen(after)
@@ -205,7 +213,7 @@ class Queries:
                 if coming.done():
                     event = coming.result()
                     coming = tasks.begin(_next(stream), "events-next")
-                    if not self._is_for(tenant_of(request), event):
+                    if not self._is_for(tenant, event):
                         continue
                     body = msgspec.json.encode(event)
                     await _send(
@@ -233,13 +241,19 @@ class Queries:
     def left(self, connection: web.RequestHandler) -> None:
         """Whoever listened on this connection has gone: its place is free at once."""
         if connection in self._listening:
-            self._listening[connection].set()
+            self._listening[connection][1].set()
 
     def close(self) -> None:
         """End all event streams, and begin none."""
         self.closing.set()
-        for ended in self._listening.values():
+        for _, ended in self._listening.values():
             ended.set()
+
+    def end_unknown(self, knows: Callable[[Caller], bool]) -> None:
+        """End the event streams of callers that the access file does not have any more, or has with other rights."""
+        for caller, ended in self._listening.values():
+            if not knows(caller):
+                ended.set()
 
     def _unknown(self, wanted: Chain) -> Found:
         asked = len(wanted.keys or ())

@@ -38,8 +38,10 @@ class Lines(logging.Formatter):
             line |= {"message": message, **fields} | ({"traceback": trace} if trace else {})
             return json.dumps(line, default=str)
         shown = "".join(f" {name}={value}" for name, value in fields.items() if " " not in str(value))
-        first, newline, rest = message.partition("\n")
-        return "\n".join(filter(None, [f"{moment} {record.levelname} {event} {first}{shown}", newline and rest, trace]))
+        first, *rest = message.split("\n")
+        lines = [_printable(f"{moment} {record.levelname} {event} {first}{shown}")]
+        lines += ["  " + _printable(line) for line in rest]  # what an engine calls itself cannot look like an event
+        return "\n".join([*lines, *([trace] if trace else [])])
 
 
 class Sparing(logging.Filter):
@@ -64,6 +66,11 @@ class Sparing(logging.Filter):
         if left_out:
             record.fields = {**getattr(record, "fields", {}), "left_out": left_out}
         return count < LINES_MAX
+
+
+def _printable(line: str) -> str:
+    """Characters that would move a terminal's cursor, by their numbers."""
+    return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
 
 
 def event_of(record: logging.LogRecord) -> str:

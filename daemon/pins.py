@@ -1,12 +1,13 @@
 """Pins: leases that an operator holds on blocks for a while, so that they stay in host.
 
-Owns the pinned leases. Runs on the event loop. Imports ``tiers`` and ``promotion``.
+Owns the pinned leases. Runs on the event loop. Imports ``tiers``, ``below`` and ``promotion``.
 """
 
 import time
 from collections import Counter
 from collections.abc import Sequence
 
+from terracekv.daemon.below import Name
 from terracekv.daemon.promotion import Promoter
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
@@ -25,7 +26,7 @@ class Pins:
         self._host = host
         self._promoter = promoter
         self._namespaces = namespaces
-        self._held: dict[bytes, tuple[Namespace, Slot, float]] = {}
+        self._held: dict[Name, tuple[Namespace, Slot, float]] = {}
         self.bytes_max = bytes_max
         self.bytes = 0
 
@@ -42,43 +43,43 @@ class Pins:
         until = time.monotonic() + min(ttl_s, TTL_S_MAX)
         counts: Counter[str] = Counter(pinned=0, renewed=0)
         room = max(0, self.bytes_max - self.bytes) // size
-        wanted = [id for id in ids if id not in self._held]
+        wanted = [id for id in ids if (namespace.id, id) not in self._held]
         counts["skipped_pin_limit"] += max(0, len(wanted) - room)
-        for id in ids:
-            if id in self._held:
-                self._held[id] = (*self._held[id][:2], until)
+        for name in ((namespace.id, id) for id in ids):
+            if name in self._held:
+                self._held[name] = (*self._held[name][:2], until)
                 counts["renewed"] += 1
         for id, result in zip(wanted, await self._promoter.gather(namespace, wanted[:room]), strict=False):
             if not isinstance(result, Slot):
                 counts[f"skipped_{result}"] += 1
-            elif id in self._held or not self._namespaces.is_current(namespace):
+            elif (namespace.id, id) in self._held or not self._namespaces.is_current(namespace):
                 self._host.release([result])
             elif self.bytes + size > self.bytes_max:  # another pin was quicker while this one waited
                 self._host.release([result])
                 counts["skipped_pin_limit"] += 1
             else:
-                self._held[id] = (namespace, result, until)
+                self._held[namespace.id, id] = (namespace, result, until)
                 self.bytes += size
                 counts["pinned"] += 1
         return dict(counts)
 
-    def unpin(self, ids: Sequence[bytes]) -> int:
+    def unpin(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """End pins; how many there were."""
-        return sum(self._end(id) for id in ids)
+        return sum(self._end((namespace.id, id)) for id in ids)
 
     def end(self, namespace: Namespace) -> int:
         """End all pins of a namespace; how many there were."""
-        return self.unpin([id for id, (held, _, _) in self._held.items() if held.id == namespace.id])
+        return self.unpin(namespace, [id for owner, id in self._held if owner == namespace.id])
 
     def expire(self) -> None:
         """End pins whose time is over or whose namespace was flushed. Called every second or so."""
         now = time.monotonic()
-        for id, (namespace, _, until) in list(self._held.items()):
+        for name, (namespace, _, until) in list(self._held.items()):
             if until < now or not self._namespaces.is_current(namespace):
-                self._end(id)
+                self._end(name)
 
-    def _end(self, id: bytes) -> bool:
-        held = self._held.pop(id, None)
+    def _end(self, name: Name) -> bool:
+        held = self._held.pop(name, None)
         if held is None:
             return False
         self._host.release([held[1]])

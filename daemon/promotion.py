@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from terracekv.daemon.below import Lower, places
+from terracekv.daemon.below import Lower, Name, places
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.stats import Stats
 from terracekv.tiers.checksum import checksum
@@ -56,20 +56,20 @@ class Promoter:
         self._mover = mover
         self._stats = stats
         self._promoted = promoted
-        self._coming: dict[bytes, Coming] = {}
+        self._coming: dict[Name, Coming] = {}
 
     @property
     def coming(self) -> int:
         """Blocks on their way up."""
         return len(self._coming)
 
-    def __contains__(self, id: object) -> bool:
+    def __contains__(self, name: object) -> bool:
         """Whether a block is on its way up."""
-        return id in self._coming
+        return name in self._coming
 
-    def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
+    def under_way(self, namespace: Namespace, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Promotions of these blocks that have not ended."""
-        return [coming.done for id, coming in self._coming.items() if id in ids]
+        return [coming.done for (of, id), coming in self._coming.items() if of == namespace.id and id in ids]
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
@@ -137,22 +137,22 @@ class Promoter:
         self._host.release(held)
         return len(held), len(pending)
 
-    def sources(self, ids: Collection[bytes]) -> Counter[str]:
+    def sources(self, namespace: Namespace, ids: Collection[bytes]) -> Counter[str]:
         """How many of these blocks are coming from each tier."""
-        return Counter(coming.source for id, coming in self._coming.items() if id in ids)
+        return Counter(coming.source for (of, id), coming in self._coming.items() if of == namespace.id and id in ids)
 
     def _promote(self, namespace: Namespace, ids: list[bytes], found: Sequence[Lower | None]) -> list[Coming]:
         """Start to bring blocks up, those that are not coming already; STORED or PRESENT when they are in host."""
         fresh = {id: lower for id, lower in zip(ids, found, strict=True) if lower is not None}
         reserved = self._host.reserve(namespace, list(fresh), DAEMON) if fresh else []
         for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
-            self._coming[id] = Coming(asyncio.get_running_loop().create_future(), lower.name)
+            self._coming[namespace.id, id] = Coming(asyncio.get_running_loop().create_future(), lower.name)
             if isinstance(slot, Slot):
                 self._read(namespace, id, slot, lower)
-        comings = [self._coming[id] for id in ids]
+        comings = [self._coming[namespace.id, id] for id in ids]
         for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
             if isinstance(slot, Outcome):
-                self._settle(id, slot, lower)
+                self._settle(namespace, id, slot, lower)
         return comings
 
     def _read(self, namespace: Namespace, id: bytes, slot: Slot, lower: Lower) -> None:
@@ -177,7 +177,7 @@ class Promoter:
             lower.flow.promoted += 1
             # Held until all who wait have had their turn, or a reserve in between could evict the block again.
             held = [leased for leased in host.acquire(namespace, [id]) if leased is not None]
-            self._settle(id, outcome, lower)
+            self._settle(namespace, id, outcome, lower)
             asyncio.get_running_loop().call_soon(host.release, held)
             self._promoted(namespace, id, lower)
 
@@ -191,17 +191,17 @@ class Promoter:
         if outcome is not Outcome.HIT and not closing and self._namespaces.is_current(namespace):
             for next_lower in self._below[self._below.index(lower) + 1 :]:
                 if next_lower.leading(namespace, [id]):
-                    self._coming[id].source = next_lower.name
+                    self._coming[namespace.id, id].source = next_lower.name
                     self._read(namespace, id, slot, next_lower)
                     return
         self._host.abort([slot])
-        self._settle(id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
+        self._settle(namespace, id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
 
-    def _settle(self, id: bytes, outcome: Outcome, lower: Lower) -> None:
+    def _settle(self, namespace: Namespace, id: bytes, outcome: Outcome, lower: Lower) -> None:
         if outcome not in (Outcome.STORED, Outcome.PRESENT):
             self._stats.promotions_failed += 1
             lower.flow.promotions_failed += 1
-        self._coming.pop(id).done.set_result(outcome)
+        self._coming.pop((namespace.id, id)).done.set_result(outcome)
 
     def _wait(self, namespace: Namespace, id: bytes, index: int, coming: Coming, arrived: Arrived) -> None:
         def came(future: "asyncio.Future[Outcome]") -> None:

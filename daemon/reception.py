@@ -53,6 +53,8 @@ class Reception:
                 namespace = await self._store.state_mover.ask(work, NOTE_S_MAX, "daemon.state_dir")
             except (OSError, TierStuck) as error:
                 return protocol.Refused("model", f"a new namespace cannot be noted in the state folder: {error}")
+            if not self.access.knows(caller):  # taken back meanwhile, when there was no session yet to end
+                return protocol.Refused("credential", f"{caller.name} is not known any more")
         session = self._sessions.start(
             self._table.next_session(), namespace, hello.shard, hello.pid, hello.engine[:128]
         )

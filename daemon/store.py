@@ -353,9 +353,9 @@ class Store:
         """Called under the host tier's lock, from any thread."""
         for id in ids:
             if reason not in ("capacity", "quota"):
-                self._evicted.discard(id)
+                self._evicted.discard(namespace.number, id)
                 continue
-            self._evicted.add(id)
+            self._evicted.add(namespace.number, id)
             if self.below and not any(lower.has(namespace, id) for lower in self.below):
                 self.stats.evicted_before_persist += 1
         self._emit("removed", namespace, ids, tier="host", reason=reason)
@@ -374,7 +374,7 @@ class Store:
             return Miss.TIER_DOWN
         if self.far is not None and unknown and self.far.tier.knows(namespace, unknown[0]) is None:
             return Miss.DEADLINE
-        evicted = any(block_id(rest[0], shard) in self._evicted for shard in range(shards))
+        evicted = any(self._evicted.has(namespace.number, block_id(rest[0], shard)) for shard in range(shards))
         return Miss.EVICTED if evicted else Miss.ABSENT
 
     def _count(self, namespace: Namespace, asked: int, found: Found) -> None:

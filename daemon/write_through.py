@@ -46,8 +46,8 @@ class WriteThrough:
         """What is to be written when it is met again: what ``second_touch`` saw once, and what could not be written."""
         self._owing = False
         """Whether any write was dropped or failed yet."""
-        self._under_way: dict[asyncio.Future[Outcome], tuple[bytes, bytes]] = {}
-        """Namespace id and block id of each write that has not ended."""
+        self._under_way: dict[asyncio.Future[Outcome], tuple[Namespace, bytes]] = {}
+        """Namespace and block id of each write that has not ended."""
         self._too_large = set[bytes]()
         """Namespaces of which a block is larger than the whole queue."""
 
@@ -62,16 +62,16 @@ class WriteThrough:
             return self._write(namespace, ids)
         if self.admission == "on_evict":
             return [None] * len(ids)
-        admitted = [id for id in ids if id in self._seen]
+        admitted = [id for id in ids if self._seen.has(namespace.number, id)]
         for id in ids:
-            self._seen.add(id)
+            self._seen.add(namespace.number, id)
         self._count("not_admitted", len(ids) - len(admitted))
         writes = dict(zip(admitted, self._write(namespace, admitted), strict=True))
         return [writes.get(id) for id in ids]
 
-    def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
+    def under_way(self, namespace: Namespace, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Writes of these blocks that have not ended."""
-        return [write for write, (_, id) in self._under_way.items() if id in ids]
+        return [write for write, (of, id) in self._under_way.items() if of.id == namespace.id and id in ids]
 
     @property
     def writes(self) -> "list[asyncio.Future[Outcome]]":
@@ -85,15 +85,15 @@ class WriteThrough:
 
     def under_way_in(self, namespace: Namespace) -> "list[asyncio.Future[Outcome]]":
         """Writes of a namespace, whatever its epoch, that have not ended."""
-        return [write for write, (of, _) in self._under_way.items() if of == namespace.id]
+        return [write for write, (of, _) in self._under_way.items() if of.id == namespace.id]
 
     def touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
         """Blocks of host were used again: what is due is written, also what was dropped while the tier was down."""
         if not self.lower.writable or not (self._owing or self.admission == "second_touch"):
             return
-        again = [id for id in ids if id in self._seen]
+        again = [id for id in ids if self._seen.has(namespace.number, id)]
         for id in again:
-            self._seen.discard(id)
+            self._seen.discard(namespace.number, id)
         self._write(namespace, [id for id in again if not self.lower.has(namespace, id)])
 
     def sweep(self) -> int:
@@ -105,10 +105,10 @@ class WriteThrough:
         if status.used_bytes < SWEEP_FROM * status.capacity_bytes:
             return 0
         begun = 0
-        writing = {id for _, id in self._under_way.values()}
+        writing = {(of.id, id) for of, id in self._under_way.values()}
         room = self.lower.mover.queue_bytes_max - self.lower.mover.queue_bytes
         for stamp, group in groupby(self._host.next_out(SWEEP_BLOCKS), lambda entry: entry[0].stamp):
-            namespace, ids = _wanted(group, lambda ns, id: id not in writing and not self.lower.has(ns, id))
+            namespace, ids = _wanted(group, lambda ns, id: (ns.id, id) not in writing and not self.lower.has(ns, id))
             current = self._namespaces.get(namespace.id)
             if current is None or current.stamp != stamp or not current.registered:
                 continue
@@ -132,7 +132,7 @@ class WriteThrough:
                 tier=self.lower.name,
             )
         if not self.lower.writable:
-            self._dropped(ids, size)
+            self._dropped(namespace, ids, size)
             return [None] * len(ids)
         writes: list[asyncio.Future[Outcome] | None] = []
         for id, slot in zip(ids, self._host.acquire(namespace, ids, touch=touch), strict=True):
@@ -144,9 +144,9 @@ class WriteThrough:
             write = self.lower.mover.store(size, self._job(namespace, id, payload, self._host.checksum_of(slot)))
             if write is None:
                 self._host.release([slot])
-                self._dropped([id], size)
+                self._dropped(namespace, [id], size)
             else:
-                self._under_way[write] = (namespace.id, id)
+                self._under_way[write] = (namespace, id)
                 write.add_done_callback(partial(self._written, slot))
             writes.append(write)
         return writes
@@ -167,26 +167,26 @@ class WriteThrough:
 
     def _written(self, slot: Slot, done: "asyncio.Future[Outcome]") -> None:
         self._host.release([slot])
-        _, id = self._under_way.pop(done)
+        namespace, id = self._under_way.pop(done)
         failed = done.cancelled() or done.exception() is not None
         outcome = Outcome.FAILED if failed else done.result()
         if outcome in (Outcome.STORED, Outcome.PRESENT) and isinstance(self.lower, Distant):
-            self.lower.wrote(id)
+            self.lower.wrote(namespace, id)
         if outcome is Outcome.STORED:
             self._count("written", 1)
         elif outcome in (Outcome.FAILED, Outcome.FULL, Outcome.QUOTA):
             self._count("writes_failed", 1)
-            self._owe([id])
+            self._owe(namespace, [id])
 
-    def _dropped(self, ids: Sequence[bytes], size: int) -> None:
+    def _dropped(self, namespace: Namespace, ids: Sequence[bytes], size: int) -> None:
         self._count("writes_dropped", len(ids))
         self._count("writes_dropped_bytes", len(ids) * size)
-        self._owe(ids)
+        self._owe(namespace, ids)
 
-    def _owe(self, ids: Iterable[bytes]) -> None:
+    def _owe(self, namespace: Namespace, ids: Iterable[bytes]) -> None:
         self._owing = True
         for id in ids:
-            self._seen.add(id)
+            self._seen.add(namespace.number, id)
 
     def _count(self, field: str, count: int) -> None:
         for counts in (self._stats, self.lower.flow):

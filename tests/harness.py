@@ -220,6 +220,12 @@ class Daemon:
 class Blocks(Client):
     """A client whose blocks are filled by ``payload_of`` their keys, and compared with it when they come back."""
 
+    @property
+    def space(self) -> bytes:
+        """The id of its namespace, once it has joined."""
+        assert self.namespace_id is not None
+        return self.namespace_id
+
     def chain(self, seed: int, blocks: int) -> list[bytes]:
         """Keys of a prompt that no other seed shares a block with."""
         first = (seed * 7919 + 1) % (1 << 32)

@@ -19,6 +19,7 @@ from typing import Any
 from terracekv.tests.harness import Daemon
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
+from terracekv.tiers.entry import id_of
 from terracekv.tiers.errors import TerraceError
 from terracekv.tiers.gpu import GpuTier
 from terracekv.tiers.host import HostTier
@@ -86,7 +87,8 @@ def disk(tier: DiskTier) -> None:
     assert status.used_bytes <= status.capacity_bytes, f"{status.used_bytes} of {status.capacity_bytes} bytes are used"
     if status.blocks <= WHOLE:
         tier.check()
-    for id, entry in tier._catalog.entries(limit=SAMPLE):
+    for name, entry in tier._catalog.entries(limit=SAMPLE):
+        id = id_of(name)
         namespace = next((n for n in tier._namespaces if entry is not None and n.stamp == entry.stamp), None)
         if namespace is not None and entry is not None:
             into = memoryview(bytearray(max(namespace.block_bytes, entry.payload_bytes)))

@@ -123,15 +123,15 @@ def test_a_single_token_changes_without_a_restart_too(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("the first of two secrets\n")
     access = Access(settings(tmp_path, daemon_token_file=str(token)))
-    assert access.at_http(b"the first of two secrets", None, tcp=True) is OPERATOR
+    assert access.at_http(b"the first of two secrets", None, tcp=True) == OPERATOR
     token.write_text("the second of the two\n")
     assert access.refresh(force=True)
-    assert access.at_http(b"the second of the two", None, tcp=True) is OPERATOR
+    assert access.at_http(b"the second of the two", None, tcp=True) == OPERATOR
     with pytest.raises(Denied):
         access.at_http(b"the first of two secrets", None, tcp=True)
     token.write_text("short")
     assert not access.refresh(force=True) and access.last_error
-    assert access.at_http(b"the second of the two", None, tcp=True) is OPERATOR
+    assert access.at_http(b"the second of the two", None, tcp=True) == OPERATOR
 
 
 def test_every_secret_is_compared_in_constant_time_and_all_of_them(

@@ -10,6 +10,7 @@ from terracekv.daemon import recovery
 from terracekv.tests.blocks import get, in_threads, name, put, verified
 from terracekv.tests.disks import PER_SEGMENT, Disks, crash
 from terracekv.tiers import folder
+from terracekv.tiers.entry import id_of
 from terracekv.tiers.segment import Record, SegmentFiles
 from terracekv.tiers.tier import PAGE, Outcome
 
@@ -44,6 +45,22 @@ def test_two_hundred_blocks_are_found_again_without_reading_segments(
         assert not tier.rebuilding
         assert verified(tier, disk.namespace, map(name, range(200))) == 200 == tier.status().blocks
         tier.check()
+
+
+@pytest.mark.breaks("entries go by names that nothing gives them any more")
+def test_a_catalog_of_before_blocks_went_by_their_namespaces_is_rebuilt(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        for index in range(5):
+            assert put(tier, disk.namespace, name(index)) is Outcome.STORED
+        rows = [(called, entry) for called, entry in tier._catalog.entries() if entry is not None]
+        tier._catalog.forget([(called, entry.segment, entry.page) for called, entry in rows])
+        tier._catalog.publish([(id_of(called), entry) for called, entry in rows])
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding and tier.rebuild() == 5
+        assert verified(tier, disk.namespace, map(name, range(5))) == 5 == tier.status().blocks
+        tier.check()
+    with closing(disk.open()) as tier:
+        assert not tier.rebuilding, "once"
 
 
 POINTS = ["segment.create", "segment.created", "segment.write", "segment.written", "disk.publish", "disk.published"]

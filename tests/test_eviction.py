@@ -95,24 +95,31 @@ def test_it_is_an_ordered_list_with_an_index(steps: list[tuple[str, int, int]]) 
 
 def test_ghosts_remember_what_was_added_until_it_is_forgotten() -> None:
     ghosts = Ghosts(1 << 10)
-    assert name(1) not in ghosts
-    ghosts.add(name(1))
-    assert name(1) in ghosts and name(2) not in ghosts
-    ghosts.discard(name(2))
-    assert name(1) in ghosts
-    ghosts.discard(name(1))
-    assert name(1) not in ghosts
+    assert not ghosts.has(7, name(1))
+    ghosts.add(7, name(1))
+    assert ghosts.has(7, name(1)) and not ghosts.has(7, name(2))
+    ghosts.discard(7, name(2))
+    assert ghosts.has(7, name(1))
+    ghosts.discard(7, name(1))
+    assert not ghosts.has(7, name(1))
 
 
 @pytest.mark.parametrize("shard", [1, 2, 255, 256, 65_535])
 def test_of_one_shard_nothing_follows_for_another(shard: int) -> None:
     ghosts = Ghosts(1 << 10)
-    ghosts.add(name(1))
-    assert name(1, shard) not in ghosts
-    ghosts.add(name(1, shard))
-    assert name(1) in ghosts and name(1, shard) in ghosts
-    ghosts.discard(name(1))
-    assert name(1) not in ghosts and name(1, shard) in ghosts
+    ghosts.add(7, name(1))
+    assert not ghosts.has(7, name(1, shard))
+    ghosts.add(7, name(1, shard))
+    assert ghosts.has(7, name(1)) and ghosts.has(7, name(1, shard))
+    ghosts.discard(7, name(1))
+    assert not ghosts.has(7, name(1)) and ghosts.has(7, name(1, shard))
+
+
+def test_what_is_remembered_of_one_namespaces_block_is_not_of_anothers_of_the_same_id() -> None:
+    ghosts = Ghosts(1 << 10)
+    ghosts.add(7, name(1))
+    ghosts.discard(8, name(1))
+    assert ghosts.has(7, name(1)) and not ghosts.has(8, name(1))
 
 
 def test_ghosts_take_no_more_memory_the_more_they_see() -> None:
@@ -121,8 +128,8 @@ def test_ghosts_take_no_more_memory_the_more_they_see() -> None:
     dice = random.Random(1)
     seen = [name(dice.getrandbits(64)) for _ in range(20_000)]
     for id in seen:
-        ghosts.add(id)
+        ghosts.add(7, id)
     assert ghosts._table.itemsize * len(ghosts._table) == 8 << 10
-    assert sum(id in ghosts for id in seen[-100:]) > 85
-    assert sum(id in ghosts for id in seen) <= 1 << 10
-    assert not any(name(dice.getrandbits(64)) in ghosts for _ in range(2_000))
+    assert sum(ghosts.has(7, id) for id in seen[-100:]) > 85
+    assert sum(ghosts.has(7, id) for id in seen) <= 1 << 10
+    assert not any(ghosts.has(7, name(dice.getrandbits(64))) for _ in range(2_000))

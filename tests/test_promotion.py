@@ -1,6 +1,7 @@
 """Blocks that come up from disk: one read for all who wait, nothing promised that does not come."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,21 @@ def test_a_promoted_block_cannot_be_evicted_before_all_who_wait_have_had_their_t
         w.host.release(patient.slots)
 
     worlds.run(story, slabs=1)
+
+
+def test_a_block_that_comes_up_for_one_namespace_does_not_for_anothers_of_the_same_id(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        other = w.host.namespaces.register(replace(w.namespace, id=bytes([77]) * 32, model="another"))
+        await w.only_on_disk(1)
+        mine, theirs = Arrivals(), Arrivals()
+        assert w.store.acquire(w.namespace, ids_of(1), mine)[1] == [0]
+        assert w.store.acquire(other, ids_of(1), theirs) == ([None], []), "it is not told that there is any"
+        assert w.store.promoter.under_way(other, ids_of(1)) == []
+        await w.idle()
+        assert w.right(mine.came[0], ids_of(1)[0]) and not theirs.came
+        w.host.release(mine.slots)
+
+    worlds.run(story)
 
 
 def test_a_prefix_has_no_holes(worlds: Worlds) -> None:

@@ -1,6 +1,7 @@
-"""The catalog: block id -> place on disk, in LMDB. The only ``import lmdb``.
+"""The catalog: block -> place on disk, in LMDB. The only ``import lmdb``.
 
 Owns one LMDB environment. It *is* the index: nothing of it is kept in Python, so memory does not grow with blocks.
+An ``id`` in here is what ``name_of`` makes of a block's namespace and id.
 All of it is derived from segments and can be thrown away, hence no syncing at commit: a commit survives the death of
 the process, and ``sync`` is for the death of the machine. ``leading`` and ``get`` are called on the event loop and in
 worker threads, changes come from worker threads. Imports ``catalog_tables``,
@@ -11,7 +12,7 @@ either any number of transactions or one growth.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
@@ -53,7 +54,7 @@ class Catalog:
 
         Raises Damaged when what is there is not a whole catalog: ``discard`` it then.
         """
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         self._data = folder / DATA
         self.created = not self._data.exists() or not self._data.stat().st_size
         """Whether there was no catalog."""
@@ -69,6 +70,7 @@ class Catalog:
                 str(folder),
                 map_size=map_bytes,
                 max_dbs=4,
+                mode=0o600,
                 max_readers=_READERS_MAX,
                 max_spare_txns=16,
                 sync=False,
@@ -96,7 +98,7 @@ class Catalog:
         """The map's size after one more growth."""
         return self.map_bytes + max(1, self.map_bytes // 4 // self._step_bytes) * self._step_bytes
 
-    def leading(self, stamp: int, ids: Sequence[bytes]) -> int:
+    def leading(self, stamp: int, ids: Iterable[bytes]) -> int:
         """How many of ``ids``, from the first on, have an entry with this stamp."""
         head = STAMP.pack(stamp)
         found = 0

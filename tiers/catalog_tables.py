@@ -3,8 +3,8 @@
 Owns nothing: all functions work on the caller's transaction. Called by ``catalog``, which owns the environment, from
 worker threads. Imports ``entry``; a transaction is LMDB's, whose only import ``catalog`` is.
 
-    blocks    block id -> entry                    | the map
-    places    segment, page -> block id            | in the order of the disk; notes may be stale, entries never
+    blocks    namespace number, block id -> entry  | the map
+    places    segment, page -> the same name       | in the order of the disk; notes may be stale, entries never
     segments  segment -> page after its last record
     held      namespace number -> bytes of its records, headers and padding included
 

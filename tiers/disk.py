@@ -25,7 +25,7 @@ from terracekv.tiers.audit import Audit, id_after
 from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.disk_shares import DiskShares
-from terracekv.tiers.entry import Entry, Place
+from terracekv.tiers.entry import Entry, Place, name_of, names_of
 from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.folder import OwnedFolder
@@ -157,7 +157,7 @@ class DiskTier:
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``. Microseconds per id; no segment is touched."""
         try:
-            return self._catalog.leading(namespace.stamp, ids)
+            return self._catalog.leading(namespace.stamp, names_of(namespace.stamp, ids))
         except TierDown as error:
             self._failed(error)
             return 0
@@ -198,7 +198,7 @@ class DiskTier:
     def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.delete``. A later rebuild of the catalog may list deleted blocks again, as any that were put."""
         try:
-            gone = self._catalog.delete(namespace.stamp, ids)
+            gone = self._catalog.delete(namespace.stamp, list(names_of(namespace.stamp, ids)))
         except (TierDown, TierFull) as error:
             self._failed(error)
             return 0
@@ -251,8 +251,8 @@ class DiskTier:
         """Read some of the blocks that are listed, in the order of their ids, and check each against its record and its
         entry; wrong ones are forgotten. For a worker thread; does not count as a use of them."""
         found, wrong = upkeep.audit(self._catalog, self._shelf, self._records, self._namespaces, id_after(after))
-        for id, place, why in wrong:
-            self._quarantine(id, place, why)
+        for name, place, why in wrong:
+            self._quarantine(name, place, why)
         return found
 
     def sync(self) -> None:
@@ -295,16 +295,17 @@ class DiskTier:
 
     def _listed(self, stamp: int, id: bytes) -> bool:
         """Whether the block is there; what stands in the way of putting it again is cleaned up."""
+        name = name_of(stamp, id)
         try:
-            entry = self._catalog.get(id)
+            entry = self._catalog.get(name)
         except Damaged as damage:
-            self._quarantine(id, None, damage.message)
+            self._quarantine(name, None, damage.message)
             return False
         if entry is None or entry.stamp != stamp:
             return False
         if self._shelf.has(entry.segment):
             return True
-        self._catalog.forget([(id, entry.segment, entry.page)])
+        self._catalog.forget([(name, entry.segment, entry.page)])
         return False
 
     def _append(self, namespace: Namespace, id: bytes, stored: Sealed) -> Outcome:
@@ -322,7 +323,7 @@ class DiskTier:
                     self._unreachable(segment, error)
                 raise
             failpoint("disk.publish")
-            used = self._catalog.publish([(id, entry)])[0]
+            used = self._catalog.publish([(name_of(namespace.stamp, id), entry)])[0]
             failpoint("disk.published")
         finally:
             self._shelf.done(segment, page, pages, used)
@@ -332,24 +333,25 @@ class DiskTier:
         return Outcome.STORED
 
     def _read(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
+        name = name_of(namespace.stamp, id)
         for _ in range(_LOOKS):
             try:
-                entry = self._catalog.get(id)
+                entry = self._catalog.get(name)
             except Damaged as damage:
-                return self._quarantine(id, None, damage.message)
+                return self._quarantine(name, None, damage.message)
             if entry is None or entry.stamp != namespace.stamp:
                 return Outcome.MISS
             segment = self._shelf.pin(entry.segment)
             if segment is not None:
                 return self._read_pinned(namespace, id, entry, segment, into)
             # Moved or evicted since the lookup; if it still names that place, the segment is gone for good.
-            self._catalog.forget([(id, entry.segment, entry.page)])
+            self._catalog.forget([(name, entry.segment, entry.page)])
         return Outcome.MISS
 
     def _read_pinned(
         self, namespace: Namespace, id: bytes, entry: Entry, segment: Segment, into: memoryview
     ) -> Outcome:
-        hit = None
+        hit, place = None, (name_of(namespace.stamp, id), entry.segment, entry.page)
         try:
             if (wrong := self._records.read(namespace, id, entry, into)) is None:
                 hit = entry.page
@@ -357,20 +359,20 @@ class DiskTier:
         except OSError as error:
             if error.errno in _UNREACHABLE:
                 self._unreachable(segment, error)
-                self._catalog.forget([(id, entry.segment, entry.page)])
+                self._catalog.forget([place])
                 return Outcome.MISS
             if error.errno == errno.EIO:  # of these pages, not of the disk: what cannot be read is not listed
-                self._ledger.left("damaged", self._catalog.forget([(id, entry.segment, entry.page)]))
+                self._ledger.left("damaged", self._catalog.forget([place]))
             raise
         finally:
             self._shelf.unpin(segment, hit)
         where = f"segment {entry.segment}, page {entry.page}"
-        return self._quarantine(id, (id, entry.segment, entry.page), f"{wrong} ({where})")
+        return self._quarantine(place[0], place, f"{wrong} ({where})")
 
-    def _quarantine(self, id: bytes, place: Place | None, why: str) -> Outcome:
+    def _quarantine(self, name: bytes, place: Place | None, why: str) -> Outcome:
         """Forget a damaged block, unless a good one has been published in its stead meanwhile."""
         self._ledger.damaged(why)
-        gone = self._catalog.forget([place]) if place else self._catalog.forget_unsound(id)
+        gone = self._catalog.forget([place]) if place else self._catalog.forget_unsound(name)
         self._ledger.left("damaged", gone)
         return Outcome.DAMAGED
 

@@ -1,9 +1,11 @@
 """An entry of the catalog: where a block is, and the bytes that say so.
 
-Owns the format of the catalog's values. Called by ``catalog`` from any thread. Imports ``checksum`` and ``tier``.
+Owns the format of the catalog's keys and values. Called by ``catalog`` from any thread. Imports ``checksum`` and
+``tier``.
 """
 
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from terracekv.tiers.checksum import checksum
@@ -15,6 +17,8 @@ PLACE = struct.Struct("<II")
 PLACE_AT = slice(8, 16)
 """Where stamp and place lie in an entry, for comparing without unpacking."""
 
+_OWNER = struct.Struct(">I")
+NAME_BYTES = _OWNER.size + 34
 _ENTRY = struct.Struct("<QIIQQQHH")
 _CHECK = struct.Struct("<I")
 
@@ -49,7 +53,23 @@ class Entry(NamedTuple):
 
 
 Place = tuple[bytes, int, int]
-"""A block id with the segment and page where it was seen."""
+"""What the catalog calls a block, with the segment and page where it was seen."""
+
+
+def name_of(stamp: int, id: bytes) -> bytes:
+    """What the catalog calls a block: the number of its namespace, and its id. By its id alone one tenant could put or
+    delete what has the place of another's: over HTTP whoever writes chooses the keys of its own namespaces."""
+    return _OWNER.pack(stamp >> 32) + id
+
+
+def names_of(stamp: int, ids: Iterable[bytes]) -> Iterable[bytes]:
+    """The same for a chain, name by name as they are asked for."""
+    return map(_OWNER.pack(stamp >> 32).__add__, ids)
+
+
+def id_of(name: bytes) -> bytes:
+    """The block's id."""
+    return name[_OWNER.size :]
 
 
 def pack(id: bytes, entry: Entry) -> bytes:

@@ -124,34 +124,38 @@ class Ghosts:
     """Remembers ids that were seen, in a fixed 8 bytes each of a table of ``slots`` (rounded up to a power of two).
 
     A newer id overwrites an older one that falls on the same slot, so memory is bounded and the past fades. Ids are
-    hashes already: 8 bytes of one, with the shard, are fingerprint and position.
+    hashes already: 8 bytes of one, with the shard and the number of the ``owner``, its namespace, are fingerprint and
+    position.
     """
 
     def __init__(self, slots: int) -> None:
         self._mask = (1 << max(1, slots - 1).bit_length()) - 1
         self._table = array("Q", bytes(8 * (self._mask + 1)))
 
-    def add(self, id: bytes) -> None:
+    def add(self, owner: int, id: bytes) -> None:
         """Remember an id."""
-        mark = _mark(id)
+        mark = _mark(owner, id)
         self._table[mark & self._mask] = mark
 
-    def __contains__(self, id: bytes) -> bool:
-        mark = _mark(id)
+    def has(self, owner: int, id: bytes) -> bool:
+        """Whether it is remembered."""
+        mark = _mark(owner, id)
         return bool(self._table[mark & self._mask] == mark)
 
-    def discard(self, id: bytes) -> None:
+    def discard(self, owner: int, id: bytes) -> None:
         """Forget an id."""
-        mark = _mark(id)
+        mark = _mark(owner, id)
         if self._table[mark & self._mask] == mark:
             self._table[mark & self._mask] = 0
 
 
 _ID = struct.Struct("<Q24xH")
 _SHARD_FACTOR = 0x9E3779B97F4A7C15
+_OWNER_FACTOR = 0xC2B2AE3D27D4EB4F
 
 
-def _mark(id: bytes) -> int:
-    """Another one for each shard of a block: what is true of one is not true of the others."""
+def _mark(owner: int, id: bytes) -> int:
+    """Another one for each shard of a block and for each who has one of this id: what is true of one is not true of the
+    others."""
     key, shard = _ID.unpack(id)
-    return int(key + shard * _SHARD_FACTOR) & 0xFFFFFFFFFFFFFFFF
+    return int(key + shard * _SHARD_FACTOR + owner * _OWNER_FACTOR) & 0xFFFFFFFFFFFFFFFF

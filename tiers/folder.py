@@ -66,7 +66,7 @@ class OwnedFolder:
     def __init__(self, folder: Path) -> None:
         """Raises InUse while another process, or another object of this one, owns the folder."""
         if not folder.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             sync_folder(folder.parent)
         self.folder = folder
         self.was_clean = False
@@ -142,7 +142,7 @@ class OwnedFolder:
             "seal": seal,
         }
         fresh = self.folder / "state.new"
-        with open(fresh, "w") as file:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())

@@ -3,7 +3,10 @@
 Owns counts in bounded memory. The store owns one of each and calls them on its loop. Standard library only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from typing import TypeVar
+
+N = TypeVar("N", bound=Hashable)
 
 
 class Heat:
@@ -17,20 +20,20 @@ class Heat:
         self._uses = uses
         self._window_s = window_s
         self._blocks_max = blocks_max
-        self._now: dict[bytes, int] = {}
-        self._before: dict[bytes, int] = {}
+        self._now: dict[Hashable, int] = {}
+        self._before: dict[Hashable, int] = {}
         self._until: float | None = None
 
-    def used(self, ids: Iterable[bytes], now: float) -> list[bytes]:
-        """Count one use of each; those that are hot."""
+    def used(self, names: Iterable[N], now: float) -> list[N]:
+        """Count one use of each; those that are hot. They are called as the caller calls them, of all namespaces."""
         self._age(now)
         hot = []
-        for id in ids:
-            count = self._now.get(id, 0) + 1
+        for name in names:
+            count = self._now.get(name, 0) + 1
             if count > 1 or len(self._now) < self._blocks_max:
-                self._now[id] = count
-            if count + self._before.get(id, 0) >= self._uses:
-                hot.append(id)
+                self._now[name] = count
+            if count + self._before.get(name, 0) >= self._uses:
+                hot.append(name)
         return hot
 
     def _age(self, now: float) -> None:

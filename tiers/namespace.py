@@ -155,7 +155,7 @@ class Namespaces:
         check = _check(self.identity, rows)
         content = {"format": FORMAT, "check": check, "identity": self.identity, "namespaces": rows}
         fresh = self._path.with_suffix(".new")
-        with open(fresh, "w") as file:
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,7 @@ import threading
 from dataclasses import replace
 
 from terracekv.tiers.catalog import Catalog
-from terracekv.tiers.entry import Entry
+from terracekv.tiers.entry import Entry, id_of
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.ledger import Ledger
 from terracekv.tiers.namespace import Namespaces
@@ -97,15 +97,15 @@ class Roller:
         # below would still hold views of it, and closing would raise an error of its own in its place.
         buffer = memoryview(mmap.mmap(-1, saving * PAGE))
         while saving and (rows := self._catalog.held(segment.number, after)):
-            for id, entry in rows:
+            for name, entry in rows:
                 pages = entry.end_page - entry.page
-                if segment.marked(entry.page) and pages <= saving and (target := self._save(id, entry, buffer)):
+                if segment.marked(entry.page) and pages <= saving and (target := self._save(name, entry, buffer)):
                     saving -= pages
                     targets.add(target)
             after = rows[-1][1].page
         return targets
 
-    def _save(self, id: bytes, entry: Entry, buffer: memoryview) -> int:
+    def _save(self, name: bytes, entry: Entry, buffer: memoryview) -> int:
         """Append a block of a segment under eviction anew, without rolling; the segment, 0 when it must go."""
         pages = entry.end_page - entry.page
         room = self._shelf.take(pages)
@@ -115,13 +115,13 @@ class Roller:
         used = False
         try:
             record = self._files.read(entry.segment, entry.page, entry.stored_bytes, buffer)
-            if record is None or record.id != id or record.stored_bytes != entry.stored_bytes:
+            if record is None or record.id != id_of(name) or record.stored_bytes != entry.stored_bytes:
                 return 0
             namespace = self._namespaces.get(record.namespace_id)
             if namespace is None or namespace.stamp != entry.stamp:
                 return 0
             self._files.write(replace(record, generation=target.number), page, buffer)
-            used = self._catalog.move([(id, entry, entry._replace(segment=target.number, page=page))])[0]
+            used = self._catalog.move([(name, entry, entry._replace(segment=target.number, page=page))])[0]
             return target.number if used else 0
         except OSError as error:
             self._ledger.failed(error)

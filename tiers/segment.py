@@ -141,7 +141,7 @@ class SegmentFiles:
         self._direct = direct != "off"
         self._mode_lock = threading.Lock()
         if not folder.exists():
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
             sync_folder(folder.parent)
         if self._direct:
             self._probe(must=direct == "on")

@@ -194,6 +194,12 @@ class SlotTier:
         with self._lock:
             return self._drop(self._spaces.get(namespace.stamp), ids, "delete")
 
+    def doomed(self, namespace: Namespace) -> int:
+        """Blocks of a namespace, of any epoch, that are gone for lookups and whose room comes back with their last
+        lease."""
+        with self._lock:
+            return sum(self._table.sealed(record).namespace == namespace.id for record in self._doomed)
+
     def drop(self, namespace: Namespace, reason: str = "flush") -> int:
         """Free all blocks of this snapshot's epoch, in batches, letting others in between; how many there were."""
         dropped = 0

@@ -14,7 +14,7 @@ from terracekv.tiers.audit import Audit
 from terracekv.tiers.catalog import DATA, Catalog
 from terracekv.tiers.codec_id import known
 from terracekv.tiers.disk_record import DiskRecords
-from terracekv.tiers.entry import Entry, Place
+from terracekv.tiers.entry import NAME_BYTES, Entry, Place, id_of, name_of
 from terracekv.tiers.errors import Damaged, TierFull, event_and_advice
 from terracekv.tiers.folder import NAMES, OwnedFolder
 from terracekv.tiers.journal import Journal
@@ -46,7 +46,7 @@ def open_catalog(
         except Damaged as damage:
             journal.warning(damage.event, str(damage), tier="disk")
         else:
-            if not catalog.created and catalog.next_map_bytes <= map_bytes_max:
+            if not catalog.created and catalog.next_map_bytes <= map_bytes_max and _named_as_now(catalog):
                 return catalog, True
             catalog.close()
     elif owned.was_clean:
@@ -54,6 +54,11 @@ def open_catalog(
     owned.distrust()
     Catalog.discard(path)
     return Catalog(path, may_grow=may_grow), False
+
+
+def _named_as_now(catalog: Catalog) -> bool:
+    """Whether blocks are called in it as ``name_of`` does. Earlier versions went by their ids alone."""
+    return all(len(name) == NAME_BYTES for name, _ in catalog.entries(limit=1))
 
 
 class Rebuild:
@@ -134,7 +139,7 @@ class Rebuild:
             # The next rebuild may take this segment for sure.
             self._shelf.files.erase(entry.segment, page)
             return None
-        return record.id, entry
+        return name_of(entry.stamp, record.id), entry
 
 
 def warn_of_foreign_files(folder: Path, shelf: Shelf) -> None:
@@ -150,8 +155,8 @@ def drop_stale(catalog: Catalog, namespace: Namespace) -> int:
     gone = 0
     for rows in catalog.walk(_BATCH):
         places: list[Place] = [
-            (id, entry.segment, entry.page)
-            for id, entry in rows
+            (name, entry.segment, entry.page)
+            for name, entry in rows
             if entry is not None and entry.stamp >> 32 == namespace.number and entry.stamp < namespace.stamp
         ]
         if places:
@@ -166,12 +171,13 @@ def audit(
     found, wrong = Audit(), list[tuple[bytes, Place | None, str]]()
     stamps = {namespace.stamp: namespace for namespace in namespaces}
     rows, looked_at, read_bytes = catalog.entries(after, AUDIT_BLOCKS), 0, 0
-    for id, entry in rows:
+    for name, entry in rows:
         if read_bytes > AUDIT_BYTES:
             break
         looked_at += 1
+        id = id_of(name)
         if entry is None:
-            wrong.append((id, None, f"the catalog's entry of block {id.hex()} is wrong"))
+            wrong.append((name, None, f"the catalog's entry of block {id.hex()} is wrong"))
             continue
         namespace = stamps.get(entry.stamp)
         if namespace is None:
@@ -180,12 +186,12 @@ def audit(
         read_bytes += entry.stored_bytes
         found.checked += 1
         if why := _wrong(shelf, records, replace(namespace, block_bytes=entry.payload_bytes), id, entry):
-            still = catalog.get(id)  # moved or replaced since: then what was read is not what is listed
+            still = catalog.get(name)  # moved or replaced since: then what was read is not what is listed
             if still == entry:
-                wrong.append((id, (id, entry.segment, entry.page), why))
+                wrong.append((name, (name, entry.segment, entry.page), why))
     if looked_at < len(rows) or len(rows) == AUDIT_BLOCKS:
         found.next = rows[looked_at - 1][0].hex()
-    found.wrong = {id.hex(): why for id, _, why in wrong}
+    found.wrong = {id_of(name).hex(): why for name, _, why in wrong}
     return found, wrong
 
 
@@ -209,7 +215,8 @@ def check_entries(catalog: Catalog, shelf: Shelf) -> None:
     segments = {segment.number: segment for segment in shelf.segments()}
     listed, taken = 0, Counter[int]()
     for rows in catalog.walk():
-        for id, entry in rows:
+        for name, entry in rows:
+            id = id_of(name)
             assert entry is not None, f"the entry of {id.hex()} contradicts its check"
             segment = segments.get(entry.segment)
             assert segment is not None, f"{id.hex()} is listed in segment {entry.segment}, which is not there"

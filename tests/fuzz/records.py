@@ -15,7 +15,7 @@ from terracekv.tests.fuzz.mutants import Mutants
 from terracekv.tiers import entry as entries
 from terracekv.tiers import segment as segments
 from terracekv.tiers.disk import DiskTier
-from terracekv.tiers.entry import Entry
+from terracekv.tiers.entry import Entry, name_of
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.segment import HEADER_BYTES, Record
 from terracekv.tiers.tier import PAGE, Outcome
@@ -70,11 +70,11 @@ class DiskFuzz:
     def one_entry(self) -> None:
         """Wrong bytes in an entry of the catalog."""
         id = self.random.choice(self.ids)
-        catalog = self.tier._catalog
+        catalog, name = self.tier._catalog, name_of(self.namespace.stamp, id)
         with catalog._environment.begin(write=True, db=catalog._tables.blocks) as transaction:
-            value = transaction.get(id)
+            value = transaction.get(name)
             if value is not None:
-                transaction.put(id, self.mutants.mutated(value) or b"\0")
+                transaction.put(name, self.mutants.mutated(value) or b"\0")
         self.tier.leading(self.namespace, self.ids)
         outcome, found = get(self.tier, self.namespace, id)
         assert outcome in FINE, outcome
@@ -110,7 +110,7 @@ class DiskFuzz:
 
     def _damage(self, id: bytes) -> bool:
         """Mutate the stored bytes of a block; False when it is not there."""
-        entry = self.tier._catalog.get(id)
+        entry = self.tier._catalog.get(name_of(self.namespace.stamp, id))
         if entry is None:
             return False
         size = PAGE + entry.stored_bytes

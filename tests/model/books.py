@@ -16,6 +16,7 @@ from terracekv.tiers.block import block_id, block_keys, namespace_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.codec import decode as decode_payload
 from terracekv.tiers.codec_id import Codec
+from terracekv.tiers.entry import name_of
 from terracekv.tiers.errors import Damaged
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.segment import Record, decode
@@ -137,7 +138,7 @@ def look(world: World) -> Seen:
                 for id, place in tier._spaces[namespace.stamp].order.places():
                     listed[id] = tier._table.slot(place * RECORD_BYTES)
         for id in each.ids:
-            entry = entries.get(id)
+            entry = entries.get(name_of(namespace.stamp, id))
             if entry is not None and entry.stamp == namespace.stamp:
                 disk[id] = (entry.segment, entry.page)
     return Seen(host, disk, gpu)
@@ -160,7 +161,8 @@ def check_bytes(world: World, books: Books, seen: Seen) -> None:
             if place is not None and place not in books.headless:
                 record, found = read(world, place, size)
                 assert record == (id, namespace.id, namespace.epoch), f"the disk lists another's record: {record}"
-                if books.may_tear and record and checksum(found) != world.disk._catalog.get(id).checksum:  # type: ignore[union-attr]
+                entry = world.disk._catalog.get(name_of(namespace.stamp, id))
+                if books.may_tear and record and entry is not None and checksum(found) != entry.checksum:
                     books.rotten.add(found)
                 good = books.is_right(id, namespace.epoch, found) or found in books.rotten
                 assert good, "the disk lists wrong bytes"

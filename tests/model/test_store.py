@@ -116,7 +116,7 @@ class StoreMachine(EngineRules):
             ttl_s = -1 if what == "pin briefly" else 1_000
             self.errands.append((world.task(store.pins.pin(namespace, ids, ttl_s)), None, ids))
         elif what == "unpin":
-            world.on_loop(lambda: store.pins.unpin(ids))
+            world.on_loop(lambda: store.pins.unpin(namespace, ids))
         elif what == "prefetch":
             world.on_loop(lambda: store.promoter.prefetch(namespace, ids))
         elif what == "gather and hang up":
@@ -228,7 +228,7 @@ class StoreMachine(EngineRules):
             self.leave(self.engines[0], True)
         self.do_all_jobs()
         for model in MODELS:
-            self.world.on_loop(lambda model=model: self.world.store.pins.unpin(model.ids))  # type: ignore[misc]
+            self.world.on_loop(lambda model=model: self.world.store.pins.unpin(model.wanted, model.ids))  # type: ignore[misc]
         host = self.world.tiers.host
         assert self.idle and not host.leases() and not host._doomed
         gpu = self.world.gpu

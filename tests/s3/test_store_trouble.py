@@ -11,6 +11,7 @@ from terracekv.tests.s3_cluster import CHAIN, KEYS, RETURN_S, Cluster, come, loa
 from terracekv.tests.stores import SLOT, ids_of, key
 from terracekv.tiers.block import block_id, namespace_id
 from terracekv.tiers.breaker import State
+from terracekv.tiers.entry import name_of
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import PAGE, Miss, Outcome
 
@@ -104,7 +105,7 @@ def test_a_block_whose_copy_on_disk_is_damaged_comes_from_the_bucket(cluster: Cl
             await a.put(*CHAIN, durable=True)
             await a.idle()
             a.host.delete(a.namespace, ids_of(*CHAIN))
-            place = a.disk._catalog.get(ids_of(3)[0])
+            place = a.disk._catalog.get(name_of(a.namespace.stamp, ids_of(3)[0]))
             with open(a.disk._files.path(place.segment), "r+b") as file:
                 file.seek((place.page + 1) * PAGE)
                 file.write(b"damage")
