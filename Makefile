@@ -42,8 +42,8 @@ demo-cluster: $(VENV)/cluster.stamp  ## two nodes and one bucket: a node that ne
 serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--set host.size=2GiB")
 	$(BIN)/terracekv serve $(ARGS)
 
-test: $(VENV)/dev.stamp  ## all tests that need no model, but the long ones (ARGS="-k arena")
-	$(BIN)/pytest -m "not s3 and not gpu and not long" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+test: $(VENV)/dev.stamp  ## all tests that need no model and no bucket, but the long ones (ARGS="-k arena")
+	$(BIN)/pytest -m "not s3 and not gpu and not long" $(addprefix --ignore=,tests/e2e tests/s3 $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
 
 test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, what hangs, fuzzers for seconds, a short soak
 	$(BIN)/pytest -m "long and not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
@@ -51,8 +51,8 @@ test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, what hangs, 
 soak: $(VENV)/dev.stamp  ## ten minutes of kills, outages and faults at the limits of every tier (ARGS="--minutes 120")
 	$(BIN)/python -m terracekv.tests.soak.run $(ARGS)
 
-test-s3: $(VENV)/dev.stamp  ## the tests with a real S3 server, SeaweedFS
-	$(BIN)/pytest -m s3 $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+test-s3: $(VENV)/dev.stamp  ## the tests of the bucket: a stub that misbehaves, and a real S3 server, SeaweedFS
+	$(BIN)/pytest -m "not gpu and not long" tests/s3 tests/contract $(ARGS)
 
 fuzz: $(VENV)/dev.stamp  ## a million wrong frames, a hundred thousand wrong records (ARGS="--only door")
 	$(BIN)/python -m terracekv.tests.fuzz $(ARGS)
