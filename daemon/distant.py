@@ -9,6 +9,7 @@ Nothing above waits for it: its threads and its queue are its own, and whoever a
 """
 
 import asyncio
+import hashlib
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -91,22 +92,23 @@ class Distant(Lower):
         if self.stuck is not None:
             return False
         known = self.tier.knows(namespace, id)
-        return id in self._written if known is None else known
+        return _named(namespace.id, id) in self._written if known is None else known
 
     def keeps(self, namespace: Namespace, id: bytes) -> bool:
         """Whether this daemon was told by the bucket that it has the block: what is believed of a chain is not that."""
-        return id in self._written and self.tier.knows(namespace, id) is not False
+        return _named(namespace.id, id) in self._written and self.tier.knows(namespace, id) is not False
 
-    def wrote(self, id: bytes) -> None:
+    def wrote(self, namespace_id: bytes, id: bytes) -> None:
         """A block was stored, or the bucket said that it is there."""
-        self._written.add(id)
+        self._written.add(_named(namespace_id, id))
 
-    def forget(self, ids: Sequence[bytes] | None = None) -> None:
-        """Blocks, or all of a namespace, were deleted: what was once stored may be there no more."""
-        if ids is None:
+    def forget(self, namespace_id: bytes | None = None, ids: Sequence[bytes] = ()) -> None:
+        """Blocks, or all of some namespace, were deleted: what was once stored may be there no more."""
+        if namespace_id is None:
             self._written = Ghosts(WRITTEN)
-        for id in ids or ():
-            self._written.discard(id)
+            return
+        for id in ids:
+            self._written.discard(_named(namespace_id, id))
 
     def ask(self, namespace: Namespace, ids: Sequence[bytes]) -> "asyncio.Future[int] | None":
         """Find out how many of ``ids``, the first of which is not known, are there. Done when it is known or given up;
@@ -243,3 +245,8 @@ class Distant(Lower):
         else:
             outer.set_result(done.result())
         self._pump()
+
+
+def _named(namespace_id: bytes, id: bytes) -> bytes:
+    """A block id that no other namespace has, whatever ids its engines send."""
+    return hashlib.sha256(namespace_id + id).digest() + id[32:]

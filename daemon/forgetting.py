@@ -87,7 +87,7 @@ class Forgetting:
 
     async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
         """Forget blocks in every tier: how many each had. Whoever reads one under a lease may finish."""
-        self._pins.unpin(ids)
+        self._pins.unpin(namespace, ids)
         counts: dict[str, int] = {}
         # A block on its way from tier to tier arrives behind us, and would be listed again: so once more, until a round
         # finds nothing and nothing moves (or an engine keeps storing it: then it is there because it was stored).
@@ -220,7 +220,7 @@ class Forgetting:
         counts["host"] = await self._mover.load(lambda: self._host.delete(namespace, ids))
         for lower in self._below:
             if isinstance(lower, Distant):
-                lower.forget(ids)
+                lower.forget(namespace.id, ids)
             work = lower.mover.load(partial(lower.tier.delete, namespace, ids))
             work.add_done_callback(heard)
             done, _ = await asyncio.wait([work], timeout=patience_s(lower))

@@ -124,7 +124,7 @@ class Queries:
     async def unpin(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Let go of a chain."""
         namespace, ids = await self._chain(request, Unpin)
-        ended = self._store.pins.unpin(ids)
+        ended = self._store.pins.unpin(namespace, ids)
         skipped = {"not_pinned": len(ids) - ended}
         return reply(request, Done(namespace.id.hex(), len(ids), {"host": {"unpinned": ended}}, skipped))
 

@@ -25,7 +25,8 @@ class Pins:
         self._host = host
         self._promoter = promoter
         self._namespaces = namespaces
-        self._held: dict[bytes, tuple[Namespace, Slot, float]] = {}
+        self._held: dict[tuple[bytes, bytes], tuple[Namespace, Slot, float]] = {}
+        """By namespace id and block id: who names another's blocks has nothing to do with its pins."""
         self.bytes_max = bytes_max
         self.bytes = 0
 
@@ -42,43 +43,44 @@ class Pins:
         until = time.monotonic() + min(ttl_s, TTL_S_MAX)
         counts: Counter[str] = Counter(pinned=0, renewed=0)
         room = max(0, self.bytes_max - self.bytes) // size
-        wanted = [id for id in ids if id not in self._held]
+        held = [(namespace.id, id) for id in ids if (namespace.id, id) in self._held]
+        wanted = [id for id in ids if (namespace.id, id) not in self._held]
         counts["skipped_pin_limit"] += max(0, len(wanted) - room)
-        for id in ids:
-            if id in self._held:
-                self._held[id] = (*self._held[id][:2], until)
-                counts["renewed"] += 1
+        for name in held:
+            of, slot, before = self._held[name]
+            self._held[name] = (of, slot, max(until, before))  # whoever wanted it for longer is still there
+        counts["renewed"] += len(held)
         for id, result in zip(wanted, await self._promoter.gather(namespace, wanted[:room]), strict=False):
             if not isinstance(result, Slot):
                 counts[f"skipped_{result}"] += 1
-            elif id in self._held or not self._namespaces.is_current(namespace):
+            elif (namespace.id, id) in self._held or not self._namespaces.is_current(namespace):
                 self._host.release([result])
             elif self.bytes + size > self.bytes_max:  # another pin was quicker while this one waited
                 self._host.release([result])
                 counts["skipped_pin_limit"] += 1
             else:
-                self._held[id] = (namespace, result, until)
+                self._held[namespace.id, id] = (namespace, result, until)
                 self.bytes += size
                 counts["pinned"] += 1
         return dict(counts)
 
-    def unpin(self, ids: Sequence[bytes]) -> int:
-        """End pins; how many there were."""
-        return sum(self._end(id) for id in ids)
+    def unpin(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
+        """End a namespace's pins; how many there were."""
+        return sum(self._end((namespace.id, id)) for id in ids)
 
     def end(self, namespace: Namespace) -> int:
         """End all pins of a namespace; how many there were."""
-        return self.unpin([id for id, (held, _, _) in self._held.items() if held.id == namespace.id])
+        return self.unpin(namespace, [id for of, id in self._held if of == namespace.id])
 
     def expire(self) -> None:
         """End pins whose time is over or whose namespace was flushed. Called every second or so."""
         now = time.monotonic()
-        for id, (namespace, _, until) in list(self._held.items()):
+        for name, (namespace, _, until) in list(self._held.items()):
             if until < now or not self._namespaces.is_current(namespace):
-                self._end(id)
+                self._end(name)
 
-    def _end(self, id: bytes) -> bool:
-        held = self._held.pop(id, None)
+    def _end(self, name: tuple[bytes, bytes]) -> bool:
+        held = self._held.pop(name, None)
         if held is None:
             return False
         self._host.release([held[1]])

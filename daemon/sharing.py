@@ -17,6 +17,8 @@ journal = Journal(__name__)
 
 REASON_MAX = 400
 WARNINGS_MAX = 64
+NOT_YET = "the engine has not opened the memory yet"
+READS = "the session only reads, and whoever opens a GPU's memory can write to it"
 
 
 class Sharing:
@@ -36,16 +38,18 @@ class Sharing:
             return self._not_near(session, self._gpus.reason or "", quiet=self._gpus.state == OFF)
         if tier.exported.uuid != session.gpu:
             return self._not_near(session, f"the gpu tier is on {tier.exported.uuid}, the engine on {session.gpu}")
-        session.not_near = "the engine has not opened the memory yet"
+        if not session.may_write:
+            return self._not_near(session, READS, quiet=True)
+        session.not_near = NOT_YET
         return protocol.GpuMemory(*tier.exported)
 
     def opened(self, session: Session, why: str | None) -> protocol.Refused | None:
-        """An engine tried to open what it was offered: from here on it gets such slots, or never."""
+        """An engine tried to open what it was offered: from here on it gets such slots, or never. Of one that was
+        offered nothing it says nothing."""
         if why is not None:
             return self._not_near(session, f"the engine cannot open the gpu tier: {why[:REASON_MAX]}")
-        tier = self._gpus.tier
-        session.near = tier is not None and tier.exported is not None and tier.exported.uuid == session.gpu
-        session.not_near = None
+        if session.not_near == NOT_YET:
+            session.near, session.not_near = True, None
         return None
 
     def _not_near(self, session: Session, why: str, *, quiet: bool = False) -> protocol.Refused | None:

@@ -167,11 +167,11 @@ class WriteThrough:
 
     def _written(self, slot: Slot, done: "asyncio.Future[Outcome]") -> None:
         self._host.release([slot])
-        _, id = self._under_way.pop(done)
+        namespace_id, id = self._under_way.pop(done)
         failed = done.cancelled() or done.exception() is not None
         outcome = Outcome.FAILED if failed else done.result()
         if outcome in (Outcome.STORED, Outcome.PRESENT) and isinstance(self.lower, Distant):
-            self.lower.wrote(id)
+            self.lower.wrote(namespace_id, id)
         if outcome is Outcome.STORED:
             self._count("written", 1)
         elif outcome in (Outcome.FAILED, Outcome.FULL, Outcome.QUOTA):

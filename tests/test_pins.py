@@ -25,7 +25,8 @@ def test_a_pin_holds_until_it_is_ended_or_its_time_is_over(worlds: Worlds, monke
         assert w.store.pins.bytes == 2 * SLOT
         await w.put(*range(10, 20))
         assert w.store.lookup(w.namespace, [key(1), key(2)]).per_tier["host"] == 2
-        assert w.store.pins.unpin(ids_of(1)) == 1 and w.store.pins.unpin(ids_of(1)) == 0
+        assert w.store.pins.unpin(w.namespace, ids_of(1)) == 1
+        assert w.store.pins.unpin(w.namespace, ids_of(1)) == 0
         now[0] += 59
         w.store.pins.expire()
         assert len(w.store.pins) == 1

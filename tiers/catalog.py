@@ -119,7 +119,8 @@ class Catalog:
         return entry
 
     def publish(self, records: Sequence[tuple[bytes, Entry]]) -> list[bool]:
-        """Make records findable, all in one transaction; False where the block is there, of this epoch or a later."""
+        """Make records findable, all in one transaction; False where the block is there, of this epoch or a later, or
+        of another namespace."""
         return self._write(lambda change: change.publish(records), len(records))
 
     def move(self, moves: Sequence[tuple[bytes, Entry, Entry]]) -> list[bool]:
@@ -135,7 +136,7 @@ class Catalog:
         return self._write(lambda change: change.forget_unsound(id), 1, spend_reserve=True)
 
     def delete(self, stamp: int, ids: Sequence[bytes]) -> int:
-        """Remove entries wherever they point; the number that bore ``stamp``."""
+        """Remove the namespace's entries wherever they point; the number that bore ``stamp``."""
         return self._write(lambda change: change.delete(stamp, ids), len(ids), spend_reserve=True)
 
     def entries(self, after: bytes = b"", limit: int = 4096) -> list[tuple[bytes, Entry | None]]:

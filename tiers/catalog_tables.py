@@ -49,7 +49,7 @@ class Change:
         done = []
         for id, entry in records:
             old = self._transaction.get(id)
-            new = old is None or entry.supersedes(old)
+            new = old is None or unpack(id, old) is None or entry.supersedes(old)
             done.append(new)
             if new:
                 self._went(id, old)
@@ -82,7 +82,9 @@ class Change:
         gone = 0
         for id in ids:
             value = self._transaction.get(id)
-            gone += self._remove(id, value) and value[STAMP_AT] == head
+            entry = None if value is None else unpack(id, value)
+            if entry is None or entry.namespace == stamp >> 32:
+                gone += self._remove(id, value) and value[STAMP_AT] == head
         return gone
 
     def drop_some(self, number: int, count: int) -> tuple[int, bool]:
@@ -119,7 +121,7 @@ class Change:
             for key, value in self._transaction.cursor(self._tables.blocks):
                 entry = unpack(bytes(key), value)
                 if entry is not None:
-                    self._more[_namespace(entry)] += entry.record_bytes
+                    self._more[entry.namespace] += entry.record_bytes
         for number, more in self._more.items():
             key = NUMBER.pack(number)
             held = self._transaction.get(key, db=self._tables.held)
@@ -148,7 +150,7 @@ class Change:
         if entry is None:
             self._unsound = True
         else:
-            self._more[_namespace(entry)] -= entry.record_bytes
+            self._more[entry.namespace] -= entry.record_bytes
 
     def _place(self, id: bytes, entry: Entry) -> None:
         """Set an entry; note in the order of places who is there, and how far the segment is filled: appending resumes
@@ -160,14 +162,10 @@ class Change:
         end = self._transaction.get(number, db=self._tables.segments)
         if end is None or PAGES.unpack(end)[0] < entry.end_page:
             self._transaction.put(number, PAGES.pack(entry.end_page), db=self._tables.segments)
-        self._more[_namespace(entry)] += entry.record_bytes
+        self._more[entry.namespace] += entry.record_bytes
 
 
 def held_by(transaction: Any, tables: Tables) -> dict[int, int]:
     """Bytes of records by namespace number, of all namespaces that have any."""
     rows = transaction.cursor(tables.held)
     return {NUMBER.unpack(key)[0]: _BYTES.unpack(value)[0] for key, value in rows}
-
-
-def _namespace(entry: Entry) -> int:
-    return entry.stamp >> 32

@@ -26,7 +26,7 @@ from terracekv.tiers.catalog import DATA, MAP_STEP_BYTES
 from terracekv.tiers.disk_record import DiskRecords
 from terracekv.tiers.disk_shares import DiskShares
 from terracekv.tiers.entry import Entry, Place
-from terracekv.tiers.errors import ConfigError, Damaged, TierDown, TierFull
+from terracekv.tiers.errors import BadRequest, ConfigError, Damaged, TierDown, TierFull
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.folder import OwnedFolder
 from terracekv.tiers.ledger import Ledger
@@ -168,8 +168,8 @@ class DiskTier:
         if known is None or known.stamp != namespace.stamp:
             return Outcome.STALE
         try:
-            if self._listed(namespace.stamp, id):
-                return Outcome.PRESENT
+            if (there := self._listed(namespace, id)) is not None:
+                return there
             with (
                 self._records.stored(namespace, id, payload, checksum) as stored,
                 self.shares.admitted(namespace, (1 + pages_of(stored.size)) * PAGE) as fits,
@@ -293,19 +293,22 @@ class DiskTier:
             self._catalog.close()
             self._owned.release()
 
-    def _listed(self, stamp: int, id: bytes) -> bool:
-        """Whether the block is there; what stands in the way of putting it again is cleaned up."""
+    def _listed(self, namespace: Namespace, id: bytes) -> Outcome | None:
+        """PRESENT, or FAILED where another namespace has the id; else what stands in the way of a put is cleaned up."""
         try:
             entry = self._catalog.get(id)
         except Damaged as damage:
             self._quarantine(id, None, damage.message)
-            return False
-        if entry is None or entry.stamp != stamp:
-            return False
-        if self._shelf.has(entry.segment):
-            return True
-        self._catalog.forget([(id, entry.segment, entry.page)])
-        return False
+            return None
+        if entry is None or (entry.namespace == namespace.number and entry.stamp != namespace.stamp):
+            return None
+        if not self._shelf.has(entry.segment):
+            self._catalog.forget([(id, entry.segment, entry.page)])
+            return None
+        if entry.stamp == namespace.stamp:
+            return Outcome.PRESENT
+        self._ledger.noted(BadRequest(f"not stored: {id.hex()} is another namespace's block", "compute keys anew"))
+        return Outcome.FAILED
 
     def _append(self, namespace: Namespace, id: bytes, stored: Sealed) -> Outcome:
         pages = 1 + pages_of(stored.size)

@@ -32,6 +32,11 @@ class Entry(NamedTuple):
     flags: int = 0
 
     @property
+    def namespace(self) -> int:
+        """The number of its namespace."""
+        return self.stamp >> 32
+
+    @property
     def end_page(self) -> int:
         """The page after the record."""
         return self.page + 1 + -(-self.stored_bytes // PAGE)
@@ -43,9 +48,10 @@ class Entry(NamedTuple):
 
     def supersedes(self, old: bytes | memoryview) -> bool:
         """Whether this may be listed in place of an entry's bytes: not when those are of the same epoch, nor of a later
-        one, which is so when a flush and a new write have overtaken the write that is published here."""
+        one, which is so when a flush and a new write have overtaken the write that is published here. Nor of another
+        namespace: no chain leads to another's ids, whoever names one must not take its place."""
         (stamp,) = STAMP.unpack(old[STAMP_AT])
-        return bool(stamp < self.stamp or stamp >> 32 != self.stamp >> 32)
+        return bool(stamp < self.stamp and stamp >> 32 == self.namespace)
 
 
 Place = tuple[bytes, int, int]

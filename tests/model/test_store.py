@@ -9,6 +9,7 @@ TERRACEKV_TEST_MODEL_RUNS makes more runs of it. A failure prints the steps and 
 
 import logging
 import os
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -116,7 +117,7 @@ class StoreMachine(EngineRules):
             ttl_s = -1 if what == "pin briefly" else 1_000
             self.errands.append((world.task(store.pins.pin(namespace, ids, ttl_s)), None, ids))
         elif what == "unpin":
-            world.on_loop(lambda: store.pins.unpin(ids))
+            world.on_loop(lambda: store.pins.unpin(namespace, ids))
         elif what == "prefetch":
             world.on_loop(lambda: store.promoter.prefetch(namespace, ids))
         elif what == "gather and hang up":
@@ -228,7 +229,8 @@ class StoreMachine(EngineRules):
             self.leave(self.engines[0], True)
         self.do_all_jobs()
         for model in MODELS:
-            self.world.on_loop(lambda model=model: self.world.store.pins.unpin(model.ids))  # type: ignore[misc]
+            namespace = self.target(model, 0, 1)[0]
+            self.world.on_loop(partial(self.world.store.pins.unpin, namespace, model.ids))
         host = self.world.tiers.host
         assert self.idle and not host.leases() and not host._doomed
         gpu = self.world.gpu
