@@ -94,7 +94,7 @@ class Forgetting:
         for _ in range(DELETE_ROUNDS):
             gone = await self._forget(namespace, ids)
             counts = {name: max(count, counts.get(name, 0)) for name, count in gone.items()}
-            if moving := self._under_way(set(ids)):
+            if moving := self._under_way(namespace, set(ids)):
                 if (await asyncio.wait(moving, timeout=min(map(patience_s, self._below), default=LOCAL_S)))[1]:
                     break  # what is still on its way to or from a slow tier may be there afterwards
             elif not any(gone.values()):
@@ -207,11 +207,11 @@ class Forgetting:
             await asyncio.wait(moving, timeout=patience_s(self._near))
         return await self._mover.load(lambda: gpu.drop(namespace))
 
-    def _under_way(self, ids: set[bytes]) -> "list[asyncio.Future[Any]]":
+    def _under_way(self, namespace: Namespace, ids: set[bytes]) -> "list[asyncio.Future[Any]]":
         """Moves between tiers that have not ended, of these blocks or perhaps of them."""
         writes = [write for through in self._through for write in through.under_way(ids)]
         up = self._near.hot.under_way() if self._near is not None else []
-        return [*self._promoter.under_way(ids), *writes, *up]
+        return [*self._promoter.under_way(namespace, ids), *writes, *up]
 
     async def _forget(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
         counts = {}

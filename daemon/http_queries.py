@@ -100,7 +100,7 @@ class Queries:
         namespace, ids = await self._chain(request, Prefetch)
         namespace = await self._store.learn(namespace, ids, DEADLINE_MS / 1e3)
         here, coming = self._store.promoter.prefetch(namespace, ids)
-        sources = self._store.promoter.sources(set(ids))
+        sources = self._store.promoter.sources(namespace, set(ids))
         done = {"host": {"present": here}}
         done |= {lower.name: {"coming": sources[lower.name]} for lower in self._store.sources}
         return reply(request, Done(namespace.id.hex(), len(ids), done, {"absent": len(ids) - here - coming}))

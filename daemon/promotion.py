@@ -6,8 +6,8 @@ Imports ``tiers``, ``below``, ``mover`` and ``stats``.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 
 from terracekv.daemon.below import Lower, places
@@ -56,20 +56,21 @@ class Promoter:
         self._mover = mover
         self._stats = stats
         self._promoted = promoted
-        self._coming: dict[bytes, Coming] = {}
+        self._coming: defaultdict[bytes, dict[bytes, Coming]] = defaultdict(dict)
+        """By namespace id and block id: whoever waits for a block waits for no other namespace's of the same id."""
 
     @property
     def coming(self) -> int:
         """Blocks on their way up."""
-        return len(self._coming)
+        return sum(map(len, self._coming.values()))
 
-    def __contains__(self, id: object) -> bool:
-        """Whether a block is on its way up."""
-        return id in self._coming
+    def coming_of(self, namespace: Namespace) -> Container[bytes]:
+        """Those of a namespace."""
+        return self._coming[namespace.id]
 
-    def under_way(self, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
+    def under_way(self, namespace: Namespace, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Promotions of these blocks that have not ended."""
-        return [coming.done for id, coming in self._coming.items() if id in ids]
+        return [coming.done for id, coming in self._coming[namespace.id].items() if id in ids]
 
     def acquire(
         self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
@@ -82,7 +83,7 @@ class Promoter:
         host = self._host
         slots = host.acquire(namespace, ids, serving=True)
         absent = [index for index, slot in enumerate(slots) if slot is None]
-        found = places(self._below, namespace, [ids[index] for index in absent], self._coming)
+        found = places(self._below, namespace, [ids[index] for index in absent], self.coming_of(namespace))
         below = len(found)
         end = absent[below] if below < len(absent) else len(ids)
         host.release([slot for slot in slots[end:] if slot is not None])
@@ -137,22 +138,23 @@ class Promoter:
         self._host.release(held)
         return len(held), len(pending)
 
-    def sources(self, ids: Collection[bytes]) -> Counter[str]:
+    def sources(self, namespace: Namespace, ids: Collection[bytes]) -> Counter[str]:
         """How many of these blocks are coming from each tier."""
-        return Counter(coming.source for id, coming in self._coming.items() if id in ids)
+        return Counter(coming.source for id, coming in self._coming[namespace.id].items() if id in ids)
 
     def _promote(self, namespace: Namespace, ids: list[bytes], found: Sequence[Lower | None]) -> list[Coming]:
         """Start to bring blocks up, those that are not coming already; STORED or PRESENT when they are in host."""
+        all_coming = self._coming[namespace.id]
         fresh = {id: lower for id, lower in zip(ids, found, strict=True) if lower is not None}
         reserved = self._host.reserve(namespace, list(fresh), DAEMON) if fresh else []
         for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
-            self._coming[id] = Coming(asyncio.get_running_loop().create_future(), lower.name)
+            all_coming[id] = Coming(asyncio.get_running_loop().create_future(), lower.name)
             if isinstance(slot, Slot):
                 self._read(namespace, id, slot, lower)
-        comings = [self._coming[id] for id in ids]
+        comings = [all_coming[id] for id in ids]
         for (id, lower), slot in zip(fresh.items(), reserved, strict=True):
             if isinstance(slot, Outcome):
-                self._settle(id, slot, lower)
+                self._settle(namespace, id, slot, lower)
         return comings
 
     def _read(self, namespace: Namespace, id: bytes, slot: Slot, lower: Lower) -> None:
@@ -177,7 +179,7 @@ class Promoter:
             lower.flow.promoted += 1
             # Held until all who wait have had their turn, or a reserve in between could evict the block again.
             held = [leased for leased in host.acquire(namespace, [id]) if leased is not None]
-            self._settle(id, outcome, lower)
+            self._settle(namespace, id, outcome, lower)
             asyncio.get_running_loop().call_soon(host.release, held)
             self._promoted(namespace, id, lower)
 
@@ -191,17 +193,17 @@ class Promoter:
         if outcome is not Outcome.HIT and not closing and self._namespaces.is_current(namespace):
             for next_lower in self._below[self._below.index(lower) + 1 :]:
                 if next_lower.leading(namespace, [id]):
-                    self._coming[id].source = next_lower.name
+                    self._coming[namespace.id][id].source = next_lower.name
                     self._read(namespace, id, slot, next_lower)
                     return
         self._host.abort([slot])
-        self._settle(id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
+        self._settle(namespace, id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
 
-    def _settle(self, id: bytes, outcome: Outcome, lower: Lower) -> None:
+    def _settle(self, namespace: Namespace, id: bytes, outcome: Outcome, lower: Lower) -> None:
         if outcome not in (Outcome.STORED, Outcome.PRESENT):
             self._stats.promotions_failed += 1
             lower.flow.promotions_failed += 1
-        self._coming.pop(id).done.set_result(outcome)
+        self._coming[namespace.id].pop(id).done.set_result(outcome)
 
     def _wait(self, namespace: Namespace, id: bytes, index: int, coming: Coming, arrived: Arrived) -> None:
         def came(future: "asyncio.Future[Outcome]") -> None:
@@ -231,7 +233,8 @@ class Promoter:
                     self._host.release([slot])
                 return
             self._host.release([slot])
-            found = places(self._below, namespace, [id], self._coming) if outcome is Outcome.DAMAGED else []
+            damaged = outcome is Outcome.DAMAGED
+            found = places(self._below, namespace, [id], self.coming_of(namespace)) if damaged else []
             if found:
                 self._wait(namespace, id, index, self._promote(namespace, [id], found)[0], arrived)
             else:

@@ -164,7 +164,7 @@ class Store:
         if self.far is None:
             return None
         rest = [ids[index] for index in self._absent(namespace, ids)]
-        known = len(places(self.below, namespace, rest, self.promoter))
+        known = len(places(self.below, namespace, rest, self.promoter.coming_of(namespace)))
         return self.far.ask(namespace, rest[known:])
 
     async def learn(self, namespace: Namespace, ids: Sequence[bytes], wait_s: float) -> Namespace:

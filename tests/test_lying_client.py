@@ -15,7 +15,8 @@ import pytest
 
 from terracekv.daemon.protocol import Hello, LayerGroup, Layout, Request
 from terracekv.tests.harness import Daemon, hello, layout_of, until
-from terracekv.tests.lies import BLOCK, HELLO_LIES, LIES, Liar, Stage, fields
+from terracekv.tests.liars import Liar, Stage
+from terracekv.tests.lies import BLOCK, HELLO_LIES, LIES, fields
 
 MESSAGES = sorted({kind for kind, _ in LIES}, key=lambda kind: kind.__name__)
 

@@ -34,7 +34,8 @@ from terracekv.daemon.protocol import (
 from terracekv.tests.gpu_daemon import GPU, gpu_daemon
 from terracekv.tests.harness import Daemon, Wire, hello, until
 from terracekv.tests.kernels.emulated import COMPILER, WITHOUT
-from terracekv.tests.lies import BLOCK, KEPT, Stage
+from terracekv.tests.liars import KEPT, Stage
+from terracekv.tests.lies import BLOCK
 from terracekv.tiers.slots import LOCK_BASE
 
 ALL_LOCKS = 1 << 40
