@@ -1,7 +1,7 @@
 """Whether an engine may read the gpu tier's slots by itself: what it is offered, and what came of it.
 
 Owns the warnings given so far. Called by the engine door on the event loop. Imports ``gpus``, ``protocol``,
-``sessions`` and ``tiers.journal``.
+``sessions``, ``wire`` and ``tiers.journal``.
 
 CUDA opens memory of another process only on the same GPU, and not across every container. So the daemon offers it to
 sessions of its own GPU, the engine tries and says how it went, and whoever cannot is served from host, with the reason
@@ -11,6 +11,7 @@ in the status and one warning in the log. Under ``gpu.strict`` it is refused ins
 from terracekv.daemon import protocol
 from terracekv.daemon.gpus import OFF, Gpus
 from terracekv.daemon.sessions import Session
+from terracekv.daemon.wire import shown
 from terracekv.tiers.journal import Journal
 
 journal = Journal(__name__)
@@ -30,7 +31,7 @@ class Sharing:
 
     def offer(self, session: Session, gpu: str) -> protocol.GpuMemory | protocol.Refused | None:
         """What a new session of an engine on ``gpu`` may open; None, with the reason in the session, for nothing."""
-        session.gpu = gpu[:64]
+        session.gpu = shown(gpu, 64)
         tier = self._gpus.tier
         if not session.gpu or session.shard is None:
             return None  # no memory of its own that a copy could go to
@@ -46,10 +47,11 @@ class Sharing:
     def opened(self, session: Session, why: str | None) -> protocol.Refused | None:
         """An engine tried to open what it was offered: from here on it gets such slots, or never. Of one that was
         offered nothing it says nothing."""
+        if not session.near and session.not_near != NOT_YET:
+            return None
         if why is not None:
-            return self._not_near(session, f"the engine cannot open the gpu tier: {why[:REASON_MAX]}")
-        if session.not_near == NOT_YET:
-            session.near, session.not_near = True, None
+            return self._not_near(session, f"the engine cannot open the gpu tier: {shown(why, REASON_MAX)}")
+        session.near, session.not_near = True, None
         return None
 
     def _not_near(self, session: Session, why: str, *, quiet: bool = False) -> protocol.Refused | None:

@@ -92,7 +92,11 @@ HELLO_LIES: dict[tuple[type[msgspec.Struct], str], list[HelloLie]] = {
     (Hello, "version"): [HelloLie(value, refused("version")) for value in (0, protocol.VERSION + 1, HUGE)],
     (Hello, "probe"): [HelloLie(bytes(32), refused("probe")), HelloLie(protocol.PROBE[:-1], refused("probe"))],
     (Hello, "model"): [HelloLie("M", apart), HelloLie("", refused("model")), HelloLie("m" * 2000, refused("model"))],
-    (Hello, "revision"): [HelloLie("main", apart), HelloLie("r" * 2000, refused("revision"))],
+    (Hello, "revision"): [
+        HelloLie("main", apart),
+        HelloLie("r\n2026-01-01T00:00:00.000Z ERROR TKV-INTERNAL forged", refused("revision")),
+        HelloLie("r" * 2000, refused("revision")),
+    ],
     (Hello, "dtype"): [HelloLie("bf16", apart), HelloLie("u" * 2000, refused("dtype"))],
     (Hello, "block_tokens"): [
         HelloLie(0, refused("block_tokens")),

@@ -248,11 +248,13 @@ def test_a_gpus_memory_is_nobodys_who_only_says_so(shm_dir: Path, tmp_path: Path
                 (told,) = daemon.http("/v1/status")[1]["sessions"]
                 assert told["transport"] == "arena", lie
             until(lambda: not daemon.http("/v1/status")[1]["sessions"], "it has left")
-        with daemon.wire(hello(gpu=GPU)) as honest:
-            assert honest.welcome is not None and isinstance(honest.welcome.gpu, GpuMemory)
-            honest.tell(Opened("cannot"))
-            honest.tell(Opened(None))
-            assert isinstance(honest.ask(Acquire(1, b"", 1000, True)), Leased)
+        forged = "\n2026-01-01T00:00:00.000Z ERROR TKV-INTERNAL forged"
+        with daemon.wire(hello(gpu=GPU, engine=forged)) as undecided:
+            assert undecided.welcome is not None and isinstance(undecided.welcome.gpu, GpuMemory)
+            undecided.tell(Opened(forged))
+            undecided.tell(Opened(None))
+            assert isinstance(undecided.ask(Acquire(1, b"", 1000, True)), Leased)
             (told,) = daemon.http("/v1/status")[1]["sessions"]
             assert told["transport"] == "arena", "who could not open it is never given such slots"
-        assert daemon.errors() == []
+        assert "forged" in daemon.tail()
+        assert not any(line.startswith("2026-01-01") for line in daemon.tail().splitlines()), "one line is one event"
