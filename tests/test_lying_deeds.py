@@ -18,6 +18,7 @@ import pytest
 
 from terracekv.connector.arena import Arena
 from terracekv.connector.client import Loaded
+from terracekv.daemon.http_client import Door
 from terracekv.daemon.protocol import (
     Acquire,
     Commit,
@@ -192,6 +193,27 @@ def test_whoever_locks_them_for_itself_alone_keeps_new_clients_out_who_join_when
             os.close(table)
             late.rejoin()
             assert late.get(stage.kept) == Loaded(KEPT, None)
+    stage.close()
+
+
+def test_what_was_handed_out_before_a_flush_is_worth_nothing_after_it(daemon: Daemon) -> None:
+    """A session goes on as if the epoch were the one that Welcome told it."""
+    stage = Stage(daemon, "another")
+    with daemon.wire(hello(model="another")) as liar:
+        assert liar.welcome is not None
+        keys = stage.chain(2)
+        held = reserved(liar, keys[:1])
+        assert committed(liar, reserved(liar, keys[1:]), durable=True).durable == [0]
+        leased = liar.ask(Acquire(1, keys[1], 1000))
+        assert isinstance(leased, Leased) and leased.blocks == 1
+        Door(daemon.runtime).ask("POST", "/v1/flush", {"namespace": liar.welcome.namespace_id.hex()})
+        assert committed(liar, held, durable=True) == Committed(2, [], [])
+        for key in keys:
+            found = liar.ask(Lookup(3, key, 1000))
+            assert isinstance(found, Found) and found.blocks == 0
+            again = liar.ask(Acquire(4, key, 1000))
+            assert isinstance(again, Leased) and again.blocks == 0
+        stage.nobody_is_harmed()
     stage.close()
 
 
