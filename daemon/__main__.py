@@ -21,6 +21,7 @@ from terracekv.daemon.config import Config, load_config, require_folders, resolv
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
+from terracekv.daemon.lookup_log import LookupLog
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.near import Near
 from terracekv.daemon.own_socket import nobody_listens
@@ -102,6 +103,8 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         secret=tiers.secret,
         gpus=tiers.gpus,
     )
+    if config.daemon.lookup_log:
+        engine.sessions.demand.log = LookupLog(Path(config.daemon.lookup_log))
     http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus)
     probing = None
     try:
@@ -229,6 +232,8 @@ async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor) -> None:
         await asyncio.sleep(HOUSEKEEPING_S)
         try:
             await store.keep_house()
+            if (lookups := engine.sessions.demand.log) is not None and lookups.due:
+                await store.mover.load(lookups.write)
             gone = engine.missing()
             if gone and "engine door" not in http.not_ready:
                 reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"

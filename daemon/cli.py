@@ -1,4 +1,4 @@
-"""The command ``terracekv``: run a daemon, or ask one that runs. The only ``import typer`` and ``import rich``.
+"""The command ``terracekv``: run a daemon, or ask one that runs. The only ``import typer``.
 
 Owns the terminal and the exit status: 0 done, 1 it could not be done, 2 the command line was wrong. Called by a
 person's shell. Imports ``cli_text``, ``config``, ``http_client`` and ``errors``; what only one command needs (the
@@ -9,22 +9,17 @@ of it along.
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from terracekv.daemon.cli_text import age, last_error, printable, queues, read_tokens, sentence, short
+from terracekv.daemon.cli_text import age, printable, read_tokens
 from terracekv.daemon.config import Config, describe, load_config, require_folders, resolve, survey, version
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door
-from terracekv.tiers.budget import show
+from terracekv.tiers.budget import parse_size, show
 from terracekv.tiers.errors import ConfigError, TerraceError
 
-BAR = 10
-ID_DIGITS = 12
-ROWS_MAX = 20
-"""Namespaces and sessions that a person is shown."""
 COMMANDS = {"GET /v1/namespaces": "terracekv status", "POST /v1/lookup": "terracekv lookup"}
 """What a route that the daemon advises is called here."""
 
@@ -99,7 +94,9 @@ def status(
     answer = door.ask("GET", "/v1/status")
     if as_json:
         return _print_json(answer)
-    _print_status(answer)
+    from terracekv.daemon.cli_status import print_status
+
+    print_status(answer)
 
 
 @app.command()
@@ -184,6 +181,43 @@ def doctor(as_json: AsJson = False, config: ConfigFile = None, settings: Setting
             if finding.advice:
                 _say(f"     -> {finding.advice}")
     raise typer.Exit(any(finding.state == "fail" for finding in findings))
+
+
+@app.command()
+def whatif(as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None) -> None:
+    """Say what more memory would buy: prefix hits by the size of each tier."""
+    answer = _door(config, settings).ask("GET", "/v1/whatif")
+    if as_json:
+        return _print_json(answer)
+    from terracekv.daemon.cli_simulate import print_whatif
+
+    print_whatif(answer)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids: see daemon.lookup_log.")],
+    sizes: Annotated[str, typer.Option(help="Sizes to try: parts of the trace, blocks or bytes.")] = "2%,5%,10%,20%",
+    policies: Annotated[str, typer.Option(help="EVICTION/ADMISSION, several with commas, or auto.")] = "lru/all",
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Put a disk of this size below.")] = None,
+    block_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Size of a block, if not the trace's.")] = "0",
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows there, too.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there (needs the extra plot).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace against tiers of other sizes and under other policies."""
+    from terracekv.daemon import cli_simulate
+
+    cli_simulate.simulate(
+        trace,
+        sizes=sizes.split(","),
+        policies=policies.split(","),
+        disk=disk,
+        block_bytes=parse_size(block_bytes),
+        as_json=as_json,
+        csv=csv,
+        png=png,
+    )
 
 
 @app.command("config")
@@ -302,71 +336,6 @@ def _wait_until_ready(door: Door, seconds: float) -> None:
                     raise
                 return  # it runs, and its status says why it is not ready
         time.sleep(0.05)
-
-
-def _print_status(answer: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    # Nobody looks at the width of a pipe, and a table cut to 80 columns is of no use to grep.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
-    state = "ready" if answer["ready"] else f"not ready: {'; '.join(answer['not_ready'])}"
-    _say(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}")
-    _say(sentence(answer["lookups"]))
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in ("tier", "mode", "used", "", "of", "blocks", "leased", "hits", "misses", "evicted"):
-        table.add_column(name, justify="left" if name in ("tier", "mode", "") else "right", no_wrap=True)
-    for name, tier in answer["tiers"].items():
-        used, capacity, counters = tier["used_bytes"], tier["capacity_bytes"], tier["counters"]
-        of = show(capacity) if capacity or name != "s3" else "shared"
-        filled = min(BAR, round(BAR * used / capacity)) if capacity else 0
-        bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (BAR - filled), style="dim")
-        counts = (tier["blocks"], tier["leased_blocks"], counters["hits"], counters["misses"])
-        evicted = counters["evictions"].get("capacity", 0)
-        numbers = (short(count) for count in (*counts, evicted))
-        table.add_row(name, tier["mode"], show(used), bar, of, *numbers)
-    console.print()
-    console.print(table)
-    for name, tier in answer["tiers"].items():
-        if tier["last_error"]:
-            text, news = last_error(name, tier)
-            console.print(printable(text), style="red" if news else "dim")
-    for line in queues(answer["tiers"]):
-        console.print(line)
-
-    columns = {"model": "model", "revision": "revision", "namespace": "namespace_id", "tokens": "block_tokens"}
-    columns |= {"block": "block_bytes", "dtype": "dtype", "shards": "shards", "epoch": "epoch"}
-    _print_rows(console, "namespaces", answer["namespaces"], columns)
-    columns = {"engine": "engine", "pid": "pid", "age": "age_s", "model": "model", "shard": "shard"}
-    columns |= {"leased": "leased_blocks", "pending": "pending_blocks", "reserved": "reserved_blocks"}
-    _print_rows(console, "sessions", answer["sessions"], columns)
-
-
-def _print_rows(console: Any, title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
-    from rich.table import Table
-
-    if not rows:
-        console.print(f"no {title}")
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    for name in columns:
-        wide = name in ("model", "revision", "engine")
-        table.add_column(name, no_wrap=not wide, overflow="fold" if wide else "ellipsis")
-    shown: dict[str, Callable[[Any], str]] = {
-        "namespace_id": lambda value: str(value)[:ID_DIGITS],
-        "revision": lambda value: value if len(value) <= ID_DIGITS else value[:ID_DIGITS] + "\u2026",
-        "block_bytes": show,
-        "age_s": age,
-        "shard": lambda value: "all" if value is None else str(value),
-    }
-    for row in rows[:ROWS_MAX]:
-        table.add_row(*(printable(shown.get(key, str)(row[key])) for key in columns.values()))
-    console.print()
-    console.print(table)
-    if len(rows) > ROWS_MAX:
-        console.print(f"and {len(rows) - ROWS_MAX:,} more (terracekv status --json has all)")
 
 
 def _shown(key: str, value: Any) -> str:

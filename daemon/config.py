@@ -51,6 +51,7 @@ class Daemon(Struct, frozen=True, forbid_unknown_fields=True):
     queue: SizeOrAuto = None
     drain_s: Seconds = 10.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    lookup_log: str = ""
 
 
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +60,7 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     size: SizeOrAuto = None
     slab: SizeOrAuto = None
     prefault: bool = True
+    eviction: Literal["lru", "frequency", "auto"] = "lru"
     numa: Annotated[str, Meta(pattern="^(auto|off|[0-9]{1,3})$")] = "auto"
 
 
@@ -70,7 +72,7 @@ class Disk(Struct, frozen=True, forbid_unknown_fields=True):
     size: SizeOrAuto = None
     segment: Size = 256 * MIB
     direct: Literal["auto", "on", "off"] = "auto"
-    admission: Literal["all", "second_touch"] = "all"
+    admission: Literal["all", "second_touch", "auto"] = "all"
     codec: Literal["auto", "on", "off"] = "off"
     free_floor: Size = 1 * GIB
 
@@ -140,7 +142,7 @@ def load_config(
         values["disk.path"] = _absolute(values["disk.path"], home)
     else:
         values["disk.path"] = str(values["daemon.state_dir"] / "disk")
-    for key in ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle"):
+    for key in ("daemon.token_file", "daemon.lookup_log", "s3.credentials_file", "s3.ca_bundle"):
         if values.get(key):
             values[key] = _absolute(values[key], home)
     built = {

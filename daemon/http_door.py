@@ -263,6 +263,7 @@ class HttpDoor:
             Route("POST", "/v1/unpin", queries.unpin, "Let go of a pinned chain", {200: Done}, Unpin),
             Route("POST", "/v1/flush", queries.flush, "Forget a namespace's blocks", {200: Done}, Flush),
             Route("GET", "/v1/status", self._status, "All that the daemon knows about itself", {200: dict}),
+            Route("GET", "/v1/whatif", self._whatif, "Hits by capacity: what more memory would buy", {200: dict}),
             Route("GET", "/v1/namespaces", self._namespaces, "All namespaces", {200: dict}),
             Route(
                 "GET",
@@ -292,6 +293,9 @@ class HttpDoor:
             gpus=self._gpus,
         )
         return reply(request, document)
+
+    async def _whatif(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        return reply(request, self._sessions.demand.whatif())
 
     async def _namespaces(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         return reply(request, {"namespaces": namespaces_document(self._store)})

@@ -93,7 +93,7 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
         namespaces = Namespaces(state / "namespaces.json")
         secret = read_secret(state / "secret")
         table = SlotTable(slots, arena_bytes=size, slab_bytes=slab, adopt=arena.adopted)
-        host = HostTier(arena, table, namespaces)
+        host = HostTier(arena, table, namespaces, eviction=config.host.eviction)
         if host.adopted_blocks:
             log.info("adopted %d blocks in host", host.adopted_blocks)
         disk = None

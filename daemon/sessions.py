@@ -1,6 +1,7 @@
 """Sessions: who is connected, what they lease and reserve, and that it ends with them.
 
-Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers`` and ``store``.
+Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers``, ``demand`` and
+``store``.
 
 A session's leases end when it closes. Its reservations do too, but their slots are freed only once its process can no
 longer write: the client holds a lock on a byte of the slot table for that long (``SlotTable.writer_gone``).
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from terracekv.daemon.demand import Demand
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
 from terracekv.tiers.errors import Damaged, NotFound
@@ -123,6 +125,7 @@ class Sessions:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.open: dict[int, Session] = {}
+        self.demand = Demand(store.host, store.through)
 
     def start(self, number: int, namespace: Namespace, shard: int | None, pid: int, engine: str) -> Session:
         """A connection said who it is."""
@@ -155,6 +158,7 @@ class Sessions:
         ``arrived(lease, index, slot or outcome)`` comes later, once for each pending index, as long as the lease
         lasts. Indices count the ids of the lease, not the keys."""
         namespace = self.current(session)
+        self.demand.leased(session.number, namespace, keys)
         lease = Lease(namespace, session.ids_of(keys))
         session.handles += 1
         handle = session.handles
@@ -201,6 +205,7 @@ class Sessions:
         """Slots to write; see ``Store.reserve``. Only a session with a shard writes."""
         assert session.shard is not None
         namespace = self.current(session)
+        self.demand.stored(session.number, namespace, keys)
         ids = session.ids_of(keys)
         results = self._store.reserve(namespace, ids, session.number)
         slots = {index: slot for index, slot in enumerate(results) if isinstance(slot, Slot)}

@@ -30,6 +30,7 @@ LIBRARIES = {
     "botocore": {"tiers/bucket.py"},
     "cupy": {"kernels/cuda.py"},
     "lmdb": {"tiers/catalog.py"},
+    "matplotlib": {"daemon/simulate.py"},
     "msgspec": {
         "connector/connection.py",
         "daemon/config.py",
@@ -45,7 +46,7 @@ LIBRARIES = {
     "numpy": {"kernels/host.py", "kernels/planes.py"},
     "prometheus_client": {"connector/vllm_metrics.py", "daemon/metrics.py"},
     "pynvml": {"tiers/nvml.py"},
-    "rich": {"daemon/cli.py"},
+    "rich": {"daemon/cli_simulate.py", "daemon/cli_status.py"},
     "torch": {"connector/transformers.py", "connector/vllm.py"},
     "transformers": {"connector/transformers.py"},
     "typer": {"daemon/cli.py"},
@@ -157,7 +158,14 @@ def test_a_library_has_one_module(path: Path) -> None:
 def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = {*project["dependencies"], *extras["transformers"], *extras["s3"], *extras["gpu"], *extras["gpu-cuda12"]}
+    wanted = {
+        *project["dependencies"],
+        *extras["transformers"],
+        *extras["s3"],
+        *extras["gpu"],
+        *extras["gpu-cuda12"],
+        *extras["plot"],
+    }
     names = {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted}
     assert {IMPORTED_AS.get(name, name) for name in names} == set(LIBRARIES) - ENGINES
 

@@ -13,11 +13,11 @@ from terracekv.tiers.sieve import MARK_BYTES, Sieve
 
 SHADOW_BLOCKS = 256
 """What a shadow holds: so much of all blocks is followed that this stands for the whole tier."""
-REVIEW_SHARE = 0.5
+REVIEW_SHARE = 0.25
 """A review is due once so many times of what the shadow holds was asked for,"""
 REVIEW_BLOCKS_MIN = 64
 """and no fewer blocks than this."""
-FADE = 0.95
+FADE = 0.97
 """What a score keeps of the past at each review."""
 MARGIN = 0.004
 """Hits, as a share of what was asked, that a candidate must win by."""
@@ -102,7 +102,7 @@ class Contest:
         return True
 
     def _best(self) -> Entry:
-        """The one that writes least of those that hit as much as any, but for the margin; the one in force, where it
+        """Of those that hit as much as any, but for the margin, the one that writes least; the one in force, where it
         is as good."""
         most = max(entry.hits for entry in self._entries)
         equal = [entry for entry in self._entries if entry.hits >= most - MARGIN * self._asked]

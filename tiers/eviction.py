@@ -247,6 +247,14 @@ class ByWeight:
     def places(self) -> Iterator[tuple[bytes, int]]:
         return ((id, entry & _PLACE_MASK) for id, entry in self._entries.items())
 
+    def level(self) -> None:
+        """Frequency counts no longer: what has gained weight by it is as if used now. Takes time for each of these."""
+        now = self._now()
+        for rank in sorted(rank for rank in self._ranks if rank > now):
+            for id in list(self._ranks[rank]):
+                self._unfile(id, rank)
+                self._file(id, now, self._entries[id] & _PLACE_MASK)
+
     def _now(self) -> int:
         return int(self._turnover.now * _UNIT)
 
@@ -276,6 +284,7 @@ class Admission:
 
     def __init__(self, rule: str, slots: int) -> None:
         self.rule = rule
+        self.slots = slots
         self.seen = Ghosts(slots)
 
     def admits(self, ids: Sequence[bytes]) -> list[bytes]:

@@ -6,7 +6,7 @@ Owns its own books, and is pure but for these. Used by ``contest`` beside a real
 
 from collections.abc import Sequence
 
-from terracekv.tiers.eviction import AUTO, Admission, Policy, Turnover, order_of
+from terracekv.tiers.eviction import AUTO, Admission, ByWeight, Policy, Turnover, order_of
 
 GHOSTS_PER_BLOCK = 4
 """Blocks remembered for ``second_touch``, for each that the tier holds."""
@@ -27,6 +27,8 @@ class ModelTier:
     def follow(self, policy: Policy) -> None:
         """Go on under another policy. For a tier made with ``auto``."""
         self.turnover.frequency = policy.eviction == "frequency"
+        if isinstance(self.order, ByWeight) and not self.turnover.frequency:
+            self.order.level()
         self.admission.rule = policy.admission
 
     def use(self, chain: Sequence[bytes]) -> int:

@@ -12,7 +12,7 @@ while leased: gone for lookups, freed by the last release).
 import threading
 from collections.abc import Callable, Sequence
 
-from terracekv.tiers.eviction import Space, TailFirst, next_of, oldest_of
+from terracekv.tiers.eviction import AUTO, ByWeight, Space, Turnover, next_of, oldest_of, order_of
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
 from terracekv.tiers.tier import Counters, Outcome
@@ -25,8 +25,11 @@ BATCH = 128
 class SlotTier:
     """What host and gpu have in common. An heir says which slabs are ready, and moves the bytes: ``put``, ``_read``."""
 
-    def __init__(self, table: SlotTable, namespaces: Namespaces) -> None:
+    def __init__(self, table: SlotTable, namespaces: Namespaces, *, eviction: str = "lru") -> None:
+        """``eviction``: one of ``EVICTIONS``, or ``auto``, under which ``follow`` changes it."""
         self._table = table
+        self._eviction = eviction
+        self._turnover = Turnover(table.slabs * table.slab_bytes, frequency=eviction == "frequency")
         self._namespaces = namespaces
         self._lock = threading.RLock()
         self._spaces: dict[int, Space] = {}
@@ -102,6 +105,25 @@ class SlotTier:
             if (space := self._spaces.get(namespace.stamp)) is not None:
                 self._tick += 1
                 space.order.touch(chain, self._tick)
+
+    def follow(self, eviction: str) -> None:
+        """Evict by another rule from now on. Only under ``auto``."""
+        assert self.auto
+        with self._lock:
+            self._turnover.frequency = eviction == "frequency"
+            for space in self._spaces.values():
+                if isinstance(space.order, ByWeight) and not self._turnover.frequency:
+                    space.order.level()
+
+    @property
+    def auto(self) -> bool:
+        """Whether the rule may be changed."""
+        return self._eviction == AUTO
+
+    @property
+    def eviction(self) -> str:
+        """The rule in force."""
+        return "frequency" if self._turnover.frequency else "lru"
 
     def next_out(self, count: int) -> list[tuple[Namespace, bytes]]:
         """The next ``count`` blocks to go when room is needed, the very next first."""
@@ -214,7 +236,9 @@ class SlotTier:
 
     def _space(self, namespace: Namespace, block_bytes: int) -> Space:
         if (space := self._spaces.get(namespace.stamp)) is None:
-            space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
+            space = self._spaces[namespace.stamp] = Space(
+                namespace, size := slot_bytes_for(block_bytes), order_of(self._eviction, self._turnover, size)
+            )
         return space
 
     def _seal(self, namespace: Namespace, id: bytes, slot: Slot, digest: int) -> Outcome:
