@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from terracekv.daemon.lookup_log import LookupLog
 from terracekv.daemon.write_through import WriteThrough
@@ -42,13 +42,9 @@ SIZES = 25
 SIZES_PER_DOUBLING = 2
 
 
-class Seen(NamedTuple):
-    """A request in the queue. ``asked``: for these blocks; else they were stored."""
-
-    session: int
-    namespace: Namespace
-    keys: bytes
-    asked: bool
+Seen = tuple[int, Namespace, bytes, bool]
+"""In the queue: a session, its namespace, keys, joined, and whether they were asked for; else they were stored. A plain
+tuple, since one is made for each lookup."""
 
 
 class Demand:
@@ -81,16 +77,16 @@ class Demand:
     def asked(self, session: int, namespace: Namespace, keys: bytes) -> None:
         """A session looked up a chain of keys, joined."""
         self._asking.add(namespace.id)
-        self._put(Seen(session, namespace, keys, True))
+        self._put((session, namespace, keys, True))
 
     def leased(self, session: int, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """A session leases a chain."""
         if namespace.id not in self._asking:
-            self._put(Seen(session, namespace, b"".join(keys), True))
+            self._put((session, namespace, b"".join(keys), True))
 
     def stored(self, session: int, namespace: Namespace, keys: Sequence[bytes]) -> None:
         """A session stores a chain."""
-        self._put(Seen(session, namespace, b"".join(keys), False))
+        self._put((session, namespace, b"".join(keys), False))
 
     def whatif(self) -> dict[str, Any]:
         """Hits by capacity, and for each bounded tier what they would be were it of another size."""
@@ -129,11 +125,11 @@ class Demand:
 
     def _put(self, seen: Seen) -> None:
         self._queue.append(seen)
-        self._queue_bytes += len(seen.keys)
+        self._queue_bytes += len(seen[2])
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
         elif self._queue_bytes > QUEUE_BYTES_MAX:
-            self._queue_bytes -= len(self._queue.popleft().keys)
+            self._queue_bytes -= len(self._queue.popleft()[2])
             self.passed_over += 1
 
     def _look(self) -> None:
@@ -143,7 +139,7 @@ class Demand:
         spent = 0.0
         while self._queue and spent < SLICE_S:
             seen = self._queue.popleft()
-            self._queue_bytes -= len(seen.keys)
+            self._queue_bytes -= len(seen[2])
             self._take(seen)
             spent = time.perf_counter() - begun
         if behind and self._queue:
@@ -152,22 +148,23 @@ class Demand:
         self._timer = asyncio.get_running_loop().call_later(again, self._look) if self._queue else None
 
     def _take(self, seen: Seen) -> None:
-        blocks = len(seen.keys) // KEY_BYTES
-        if not blocks or (seen.asked and self._repeated(seen)):
+        session, namespace, keys, asked = seen
+        blocks = len(keys) // KEY_BYTES
+        if not blocks or (asked and self._repeated(session, keys)):
             return
-        if not seen.asked:
-            self.curve.stored(seen.keys)
+        if not asked:
+            self.curve.stored(keys)
             return
         self.requests += 1
         self._blocks += blocks
-        self._bytes += blocks * seen.namespace.block_bytes * max(1, seen.namespace.shards)
-        self.curve.asked(seen.keys)
-        self._consult(seen.keys)
+        self._bytes += blocks * namespace.block_bytes * max(1, namespace.shards)
+        self.curve.asked(keys)
+        self._consult(keys)
         if self.log is not None:
-            self.log.add(seen.namespace, seen.keys)
+            self.log.add(namespace, keys)
 
-    def _repeated(self, seen: Seen) -> bool:
-        now, which = time.monotonic(), (seen.session, len(seen.keys), seen.keys[-KEY_BYTES:])
+    def _repeated(self, session: int, keys: bytes) -> bool:
+        now, which = time.monotonic(), (session, len(keys), keys[-KEY_BYTES:])
         last = self._recent.pop(which, float("-inf"))
         self._recent[which] = now
         if len(self._recent) > RECENT_MAX:

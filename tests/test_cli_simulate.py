@@ -65,7 +65,7 @@ def test_a_disk_below_serves_what_host_has_lost(trace: Path) -> None:
 def test_a_person_reads_a_table(trace: Path) -> None:
     done = run(trace, "--sizes", "10%")
     assert done.returncode == 0 and done.stderr == ""
-    assert "400 requests" in done.stdout and "prefix hits" in done.stdout and "1 MiB each" in done.stdout
+    assert "400 requests" in done.stdout and "prefix hits" in done.stdout and "1MiB each" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from terracekv.daemon.traces import read_trace
 from terracekv.tests.people import People, keys_of, served
 from terracekv.tests.stores import World, Worlds, ids_of, key, opened_worlds
 from terracekv.tests.traces import key_of
+from terracekv.tiers.curve import Curve
 from terracekv.tiers.eviction import Policy
 from terracekv.tiers.slots import Slot
 
@@ -76,7 +78,7 @@ def test_looking_takes_a_hundredth_of_the_loop_at_most(worlds: Worlds, monkeypat
     async def story(w: World) -> None:
         watched, pauses, clock = w.sessions.demand, list[float](), [0.0]
         loop = asyncio.get_running_loop()
-        monkeypatch.setattr(demand.time, "perf_counter", lambda: clock[0])
+        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
         monkeypatch.setattr(watched, "_take", lambda seen: clock.__setitem__(0, clock[0] + 0.003))
         watched.asked(1, w.namespace, key(1))
         watched.asked(1, w.namespace, key(2))
@@ -94,7 +96,7 @@ def test_looking_takes_a_hundredth_of_the_loop_at_most(worlds: Worlds, monkeypat
 async def test_whatif_tells_hits_by_the_size_of_each_tier(people: People) -> None:
     namespace, watched = people.register(), people.sessions.demand
     chains = [keys_of(8, 100 * number) for number in range(100)]
-    watched.curve = demand.Curve(1.0)
+    watched.curve = Curve(1.0)
     for _ in range(3):
         for number, chain in enumerate(chains):
             watched.asked(number, namespace, b"".join(chain))
@@ -162,7 +164,7 @@ def test_a_disk_under_auto_writes_less_once_that_is_known_to_hit_as_much(worlds:
         (through,) = w.store.through
         assert (through.admission, through.rule) == ("auto", "all")
         for number in range(3000):
-            w.sessions.demand._take(demand.Seen(1, w.namespace, b"".join(key_of(number, n) for n in range(4)), True))
+            w.sessions.demand._take((1, w.namespace, b"".join(key_of(number, n) for n in range(4)), True))
         assert through.rule == "second_touch"
         await w.put(1, 2)
         await w.idle()
