@@ -21,7 +21,7 @@ from terracekv.daemon.config import Config, load_config, require_folders, resolv
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.http_door import HttpDoor
-from terracekv.daemon.lookup_log import LookupLog
+from terracekv.daemon.lookup_log import log_to
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.near import Near
 from terracekv.daemon.own_socket import nobody_listens
@@ -103,8 +103,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         secret=tiers.secret,
         gpus=tiers.gpus,
     )
-    if config.daemon.lookup_log:
-        engine.sessions.demand.log = LookupLog(Path(config.daemon.lookup_log))
+    engine.sessions.demand.log = log_to(config.daemon.lookup_log)
     http = HttpDoor(store=store, sessions=engine.sessions, config=config, started=started, gpus=tiers.gpus)
     probing = None
     try:

@@ -185,7 +185,7 @@ def doctor(as_json: AsJson = False, config: ConfigFile = None, settings: Setting
 
 @app.command()
 def whatif(as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None) -> None:
-    """Say what more memory would buy: prefix hits by the size of each tier."""
+    """Say what more memory would buy."""
     answer = _door(config, settings).ask("GET", "/v1/whatif")
     if as_json:
         return _print_json(answer)
@@ -205,7 +205,7 @@ def simulate(
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there (needs the extra plot).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Replay a trace against tiers of other sizes and under other policies."""
+    """Replay a trace under other sizes and policies."""
     from terracekv.daemon import cli_simulate
 
     cli_simulate.simulate(

@@ -26,8 +26,8 @@ def print_status(answer: dict[str, Any]) -> None:
     # Nobody looks at the width of a pipe, and a table cut to 80 columns is of no use to grep.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
     state = "ready" if answer["ready"] else f"not ready: {'; '.join(answer['not_ready'])}"
-    print(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}")
-    print(sentence(answer["lookups"]))
+    print(printable(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}"))
+    print(printable(sentence(answer["lookups"])))
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("tier", "mode", "used", "", "of", "blocks", "leased", "hits", "misses", "evicted"):

@@ -1,8 +1,8 @@
 """What engines ask for, watched: what more memory would buy, and which policy is the best for it.
 
 Owns the curve, the contests of the tiers whose policy is ``auto``, and the queue of requests that wait to be looked at.
-Fed by ``sessions`` and the engine door on the event loop, where a request only joins the queue; it is looked at later,
-in slices that together take no more than ``SHARE`` of the loop's time, whatever comes. Imports ``lookup_log``,
+Called by ``sessions`` and the engine door on the event loop, where a request only joins the queue; it is looked at
+later, in slices that together take no more than ``SHARE`` of the loop's time, whatever comes. Imports ``lookup_log``,
 ``write_through`` and ``tiers``.
 
 A request is what an engine looks up, or what it leases where it never looks up; the same one asked again and again
@@ -116,12 +116,6 @@ class Demand:
         for name, contest in self.contests.items():
             report[name]["contest"] = contest.report()
         return report
-
-    def close(self) -> None:
-        """Look at nothing more."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._queue.clear()
 
     def _put(self, seen: Seen) -> None:
         self._queue.append(seen)

@@ -64,3 +64,8 @@ class LookupLog:
             if not self._told:
                 log.warning("the lookup log %s is not written: %s", self.path, error)
             self._told = True
+
+
+def log_to(path: str) -> LookupLog | None:
+    """``daemon.lookup_log``: none where it is empty."""
+    return LookupLog(Path(path)) if path else None

@@ -208,8 +208,8 @@ def test_status_fits_a_terminal_of_80_columns() -> None:
     long = {"model": "meta-llama/Llama-3.1-8B-Instruct", "revision": "0e9e39f249a16976918f6564b8830bc894c89659"}
     namespaces = [STATUS["namespaces"][0] | long | {"namespace_id": f"{n:064}"} for n in range(2)]
     answer = STATUS | {"tiers": {"host": tier, "disk": tier | {"mode": "buffered"}}, "namespaces": namespaces}
-    code = "import json, sys; from terracekv.daemon import cli; sys.stdout.isatty = lambda: True; "
-    code += "cli._print_status(json.load(sys.stdin))"
+    code = "import json, sys; from terracekv.daemon import cli_status; sys.stdout.isatty = lambda: True; "
+    code += "cli_status.print_status(json.load(sys.stdin))"
     environ = os.environ | {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, input=json.dumps(answer), capture_output=True, text=True, env=environ, timeout=60)
@@ -318,6 +318,7 @@ def test_version_and_help_need_nothing(shm_dir: Path) -> None:
     assert all(
         verb in page for verb in ("serve", "status", "health", "lookup", "flush", "pin", "unpin", "doctor", "config")
     )
+    assert "whatif" in page and "simulate" in page
     assert "..." not in page.partition("Commands:")[2], "a summary that is cut says less than a short one"
 
 

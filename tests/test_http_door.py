@@ -36,6 +36,7 @@ ROUTES = {
     "/v1/prefetch": {"POST"},
     "/v1/status": {"GET"},
     "/v1/unpin": {"POST"},
+    "/v1/whatif": {"GET"},
 }
 
 
