@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,6 +106,17 @@ def test_ghosts_remember_what_was_added_until_it_is_forgotten() -> None:
     assert name(1) in ghosts
     ghosts.discard(name(1))
     assert name(1) not in ghosts
+
+
+@pytest.mark.parametrize("shard", [1, 2, 255, 256, 65_535])
+def test_of_one_shard_nothing_follows_for_another(shard: int) -> None:
+    ghosts = Ghosts(1 << 10)
+    ghosts.add(name(1))
+    assert name(1, shard) not in ghosts
+    ghosts.add(name(1, shard))
+    assert name(1) in ghosts and name(1, shard) in ghosts
+    ghosts.discard(name(1))
+    assert name(1) not in ghosts and name(1, shard) in ghosts
 
 
 def test_ghosts_take_no_more_memory_the_more_they_see() -> None:

@@ -329,9 +329,9 @@ def next_of(spaces: Iterable[Space], count: int) -> list[tuple[Namespace, bytes]
 class Ghosts:
     """Remembers the last ``slots`` ids that were seen, nearly all of them, in a fixed 16 bytes each.
 
-    Ids are hashes already: 8 bytes of one are place and fingerprint. A place is a row of ``_ROW`` entries, half of
-    which are in use on average; an entry is the count of ids at its time and a fingerprint, and a new one overwrites
-    the oldest of its row. So memory is bounded and the past ends at one point in time.
+    Ids are hashes already: 8 bytes of one, with the shard, are place and fingerprint. A place is a row of ``_ROW``
+    entries, half of which are in use on average; an entry is the count of ids at its time and a fingerprint, and a new
+    one overwrites the oldest of its row. So memory is bounded and the past ends at one point in time.
     """
 
     def __init__(self, slots: int) -> None:
@@ -352,7 +352,7 @@ class Ghosts:
             self._now += 1
             if self._now >> 32:
                 self.clear()
-        self._table[at] = self._now << 32 | _MARK.unpack_from(id)[0] >> 32
+        self._table[at] = self._now << 32 | _mark(id) >> 32
 
     def __contains__(self, id: bytes) -> bool:
         _, entry = self._find(id)
@@ -366,7 +366,7 @@ class Ghosts:
 
     def _find(self, id: bytes) -> tuple[int, int | None]:
         """Where the id's entry is, and the entry; else where it would go."""
-        mark = _MARK.unpack_from(id)[0]
+        mark = _mark(id)
         start, print = mark % self._rows * _ROW, mark >> 32
         row = self._table[start : start + _ROW]
         for at, entry in enumerate(row, start):
@@ -375,6 +375,13 @@ class Ghosts:
         return start + row.index(min(row)), None
 
 
-_MARK = struct.Struct("<Q")
+_KEY, _SHARD = struct.Struct("<Q"), struct.Struct("<H")
+_SHARD_FACTOR = 0x9E3779B97F4A7C15
 _PRINT = (1 << 32) - 1
 _ROW = 4
+
+
+def _mark(id: bytes) -> int:
+    """Another one for each shard of a block: what is true of one is not true of the others."""
+    key, shard = _KEY.unpack_from(id)[0], _SHARD.unpack_from(id, len(id) - 2)[0]
+    return int(key + shard * _SHARD_FACTOR) & 0xFFFFFFFFFFFFFFFF
