@@ -137,6 +137,15 @@ def test_auto_turns_to_a_second_touch_where_most_comes_only_once() -> None:
     assert own > 0.9 * best and auto.writes < 0.25 * fixed[LRU].writes
 
 
+def test_auto_admits_all_where_everything_comes_exactly_twice() -> None:
+    """A second touch would write less and hit nothing."""
+    chains = [[key_of(number // 2 * 2, number % 2, page) for page in range(4)] for number in range(2000)]
+    twice = [chain for number in range(0, 2000, 10) for chain in chains[number : number + 10] * 2]
+    _, auto, hits, own = fixed_and_auto(twice, 200)
+    assert auto.contest.policy.admission == "all" and auto.contest.switches == 0
+    assert own == hits[LRU] > 0.45 * sum(map(len, twice)) > 100 * hits[Policy("lru", "second_touch")]
+
+
 def test_auto_stays_where_it_is_when_nothing_wins() -> None:
     """All fits: no policy hits more, and none writes less by much."""
     chains = [[key_of(number % 50, page) for page in range(4)] for number in range(3000)]
