@@ -5,13 +5,12 @@ model; says so and measures nothing where they are not.
 """
 
 import importlib.util
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import zstandard
 
-from terracekv.bench.figures import median, note, report
+from terracekv.bench.figures import core_rate, note, report
 from terracekv.kernels.planes import merge, split
 from terracekv.tiers.codec import CHUNK_BYTES, decode, encode
 from terracekv.tiers.codec_id import Codec, codec_for
@@ -53,16 +52,6 @@ def blocks() -> dict[str, list[bytes]]:
     return made
 
 
-def rate(work: Callable[[], object], size: int) -> float:
-    """GB per second of a core."""
-    spent = []
-    for _ in range(ROUNDS):
-        started = time.thread_time()
-        work()
-        spent.append(time.thread_time() - started)
-    return size / median(spent) / 1e9
-
-
 def measure(dtype: str, payloads: list[bytes]) -> None:
     codec = codec_for(dtype)
     size = len(payloads[0])
@@ -87,8 +76,8 @@ def measure(dtype: str, payloads: list[bytes]) -> None:
         "zstd level 1 on the whole block",
         total / plain,
         len(payloads),
-        encode_gb_per_s=round(rate(lambda: encode(codec, block, room), size), 3),
-        decode_gb_per_s=round(rate(lambda: decode(codec, reader(room), count, back), size), 3),
+        encode_gb_per_s=round(core_rate(lambda: encode(codec, block, room), size, ROUNDS), 3),
+        decode_gb_per_s=round(core_rate(lambda: decode(codec, reader(room), count, back), size, ROUNDS), 3),
         block_bytes=size,
     )
     if dtype == "bfloat16" and total / stored < WANTED_RATIO:
@@ -122,8 +111,10 @@ def planes() -> None:
             for _ in range(200):
                 merge(apart, width, back)
 
-        report(f"split into {width} planes", rate(splits, 200 * CHUNK_BYTES), "GB/s of a core", runs=ROUNDS)
-        report(f"merge of {width} planes", rate(merges, 200 * CHUNK_BYTES), "GB/s of a core", runs=ROUNDS)
+        report(
+            f"split into {width} planes", core_rate(splits, 200 * CHUNK_BYTES, ROUNDS), "GB/s of a core", runs=ROUNDS
+        )
+        report(f"merge of {width} planes", core_rate(merges, 200 * CHUNK_BYTES, ROUNDS), "GB/s of a core", runs=ROUNDS)
 
 
 def main() -> None:

@@ -4,24 +4,12 @@ In one thread, by processor time, so that neighbours do not count.
 """
 
 import os
-import time
-from collections.abc import Callable
 
-from terracekv.bench.figures import median, note, report
+from terracekv.bench.figures import core_rate, note, report
 from terracekv.tiers.checksum import checksum
 
 SIZES = (2 << 20, 8 << 20)
 ROUNDS = 15
-
-
-def rate(work: Callable[[], object], size: int) -> float:
-    """GB per second of a core."""
-    spent = []
-    for _ in range(ROUNDS):
-        started = time.thread_time()
-        work()
-        spent.append(time.thread_time() - started)
-    return size / median(spent) / 1e9
 
 
 def measure(size: int) -> None:
@@ -34,15 +22,15 @@ def measure(size: int) -> None:
     count = keys.seal(namespace, about, plain, room)
     keys.open(namespace, about, room[:count], back)
     assert back == plain
-    hashed = rate(lambda: checksum(plain), size)
+    hashed = core_rate(lambda: checksum(plain), size, ROUNDS)
     report(
         f"seal blocks of {size >> 20} MiB",
-        rate(lambda: keys.seal(namespace, about, plain, room), size),
+        core_rate(lambda: keys.seal(namespace, about, plain, room), size, ROUNDS),
         "GB/s of a core",
         "checksum of the same bytes",
         hashed,
         ROUNDS,
-        open_gb_per_s=round(rate(lambda: keys.open(namespace, about, room[:count], back), size), 2),
+        open_gb_per_s=round(core_rate(lambda: keys.open(namespace, about, room[:count], back), size, ROUNDS), 2),
     )
 
 

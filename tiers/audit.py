@@ -26,5 +26,5 @@ def slab_after(cursor: str | None, slabs: int) -> int | None:
 
 
 def id_after(cursor: str | None) -> bytes:
-    """The block id that a cursor of a tier with an index stands for, or the beginning of one."""
+    """The name in a tier's index that a cursor stands for; empty, before all names, when it is none."""
     return bytes.fromhex(cursor) if cursor and not len(cursor) % 2 else b""
