@@ -85,7 +85,7 @@ wheel: $(VENV)/run.stamp  ## build the wheel into dist/
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 constraints: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## renew constraints.txt from the newest versions
-	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev]"
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev,plot]"
 	(sed '/^[^#]/d' constraints.txt; (grep -E '$(GPU_ONLY)' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==|$(GPU_ONLY)' | sed 's/+cpu$$//') | sort -f) > constraints.new
 	mv constraints.new constraints.txt
 	rm -rf $(VLLM)

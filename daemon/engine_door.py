@@ -267,6 +267,7 @@ class Connection(asyncio.Protocol):
 
     def _lookup(self, session: Session, request: protocol.Lookup) -> None:
         keys = protocol.split_keys(request.keys)
+        self._door.sessions.demand.asked(session.number, session.namespace, request.keys)
         begun = self._door.store.begin_lookup(self._door.sessions.current(session), keys)
         if isinstance(begun, Found):
             self._found(request.id, begun)

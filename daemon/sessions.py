@@ -1,7 +1,7 @@
 """Sessions: who is connected, what they lease and reserve, and that it ends with them.
 
-Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers``,
-``access_file``, ``peers`` and ``store``.
+Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers``, ``access_file``,
+``demand``, ``peers`` and ``store``.
 
 A session's leases end when it closes. Its reservations do too, but their slots are freed only once its process can no
 longer write: the client holds a lock on a byte of the slot table for that long (``SlotTable.writer_gone``).
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from terracekv.daemon.access_file import Caller
+from terracekv.daemon.demand import Demand
 from terracekv.daemon.peers import Peer
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
@@ -140,6 +141,7 @@ class Sessions:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.open: dict[int, Session] = {}
+        self.demand = Demand(store.host, store.through)
 
     def start(self, number: int, namespace: Namespace, shard: int | None, pid: int, engine: str) -> Session:
         """A connection said who it is."""
@@ -174,6 +176,7 @@ class Sessions:
         if len(session.leases) >= LEASES_MAX:
             raise BadRequest(f"this session holds {LEASES_MAX} leases", "release those that are not read any more")
         namespace = self.current(session)
+        self.demand.leased(session.number, namespace, keys)
         lease = Lease(namespace, session.ids_of(keys))
         session.handles += 1
         handle = session.handles
@@ -221,6 +224,7 @@ class Sessions:
         """Slots to write; see ``Store.reserve``. Only a session with a shard writes."""
         assert session.shard is not None
         namespace = self.current(session)
+        self.demand.stored(session.number, namespace, keys)
         ids = session.ids_of(keys)
         results = self._store.reserve(namespace, ids, session.number)
         slots = {index: slot for index, slot in enumerate(results) if isinstance(slot, Slot)}

@@ -40,6 +40,7 @@ WANTED = {
     ("GET", "/v1/namespaces"): "read",
     ("GET", "/v1/events"): "read",
     ("GET", "/metrics"): "metrics",
+    ("GET", "/v1/whatif"): "metrics",
     ("GET", "/openapi.json"): "read",
     ("GET", "/"): "read",
     ("GET", "/healthz"): None,
