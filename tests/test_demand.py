@@ -132,6 +132,7 @@ def test_the_lookup_log_is_a_trace(worlds: Worlds, tmp_path: Path) -> None:
         assert log.due
         log.write()
         log.write()
+        assert log.path.stat().st_mode & 0o777 == 0o600
         trace = read_trace(log.path)
         assert list(map(len, trace.chains)) == [3, 3, 3, 3] and trace.unique == 7
         assert trace.chains[0] == trace.chains[2] and trace.chains[0][1:] == trace.chains[1][:2]
