@@ -302,7 +302,7 @@ class SlotTier:
         held, spared = self.shares.of(tenant), 0
         while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)) and spared <= len(self._leases):
             victim, id, place = oldest
-            if id in keep:
+            if victim is space and id in keep:
                 break
             if place * RECORD_BYTES in self._leases:
                 victim.order.spare(id)
@@ -321,7 +321,7 @@ class SlotTier:
                 return
             victim, id, place = oldest
             record = place * RECORD_BYTES
-            if id in keep:
+            if victim is space and id in keep:
                 return
             if victim.slot_bytes == space.slot_bytes:
                 if record not in self._leases:
