@@ -32,7 +32,7 @@ from terracekv.daemon.sharing import Sharing
 from terracekv.daemon.stats import Found
 from terracekv.daemon.store import Store
 from terracekv.daemon.unfinished import Unfinished
-from terracekv.daemon.wire import distinct, slots_of, wire, within_s
+from terracekv.daemon.wire import distinct, shown, slots_of, wire, within_s
 from terracekv.tiers.errors import BadRequest, TerraceError
 from terracekv.tiers.journal import INTERNAL, Journal
 from terracekv.tiers.slots import Slot, SlotTable
@@ -47,6 +47,8 @@ HELLO_S = 5.0
 ASK_S_MAX = 2.0
 """Of the time of an Acquire, what may be spent on finding out what there is to lease."""
 PIN_S_MAX = 60.0
+REASON_MAX = 1000
+"""Characters of a refusal in the log: of what an engine sent, some stand in it."""
 
 
 class EngineDoor:
@@ -243,7 +245,8 @@ class Connection(asyncio.Protocol):
         handover.send(self._transport, answer, handover.welcome(answer, offer))
 
     def _refuse(self, refused: protocol.Refused) -> None:
-        journal.warning("TKV-REFUSED", f"refused an engine: {refused.field}: {refused.reason}", field=refused.field)
+        why = shown(refused.reason, REASON_MAX)
+        journal.warning("TKV-REFUSED", f"refused an engine: {refused.field}: {why}", field=refused.field)
         self._send(refused)
         self._transport.close()
 
