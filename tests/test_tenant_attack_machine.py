@@ -5,6 +5,7 @@ log. As in ``test_tenant_attack``, each attack must fail, and what its victim do
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_no_name_that_an_engine_gives_looks_like_an_event_in_the_log(shm_dir: Pa
     forged = "2026-01-01T00:00:00.000Z ERROR TKV-DAMAGED everything is lost"
     with two_tenants(shm_dir, tmp_path) as daemon:
         for name in ("model", "revision", "dtype"):
-            lie = {name: f"before\n{forged}\x1b[2J\r\nafter"}
+            lie: dict[str, Any] = {name: f"before\n{forged}\x1b[2J\r\nafter"}
             with daemon.wire() as attacker:
                 answer = attacker.ask(hello(credential=ATTACKER.encode(), **lie))
                 assert isinstance(answer, Refused) and answer.field == name
