@@ -77,6 +77,10 @@ class Lease:
     slots: dict[int, Slot] = field(default_factory=dict)
     near: dict[int, Slot] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
+    coming: int = 0
+    """Blocks that it is still told of, wanted or not any more."""
+    settled: Callable[[object], object] | None = None
+    """Called when none is coming any more."""
     over: bool = False
 
 
@@ -182,6 +186,9 @@ class Sessions:
         handle = session.handles
 
         def came(index: int, result: Slot | Outcome) -> bool:
+            lease.coming -= 1
+            if not lease.coming and lease.settled is not None:
+                lease.settled(lease)
             if lease.over or index not in lease.pending:
                 return False
             lease.pending.discard(index)
@@ -194,6 +201,7 @@ class Sessions:
             slots, pending, lease.near = self._store.acquire_near(namespace, lease.ids, came)
         else:
             slots, pending = self._store.acquire(namespace, lease.ids, came)
+        lease.coming = len(pending)
         leading = sum(slot is not None for slot in slots) + len(pending) + len(lease.near)
         end = leading // session.ids_per_key * session.ids_per_key
         self._store.host.release([slot for slot in slots[end:] if slot is not None])

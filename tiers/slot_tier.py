@@ -250,7 +250,7 @@ class SlotTier(SlotBooks):
         held, spared = self.shares.of(tenant), 0
         while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)) and spared <= len(self._leases):
             victim, id, place = oldest
-            if id in keep:
+            if victim is space and id in keep:
                 break
             if place * RECORD_BYTES in self._leases:
                 victim.order.spare(id)
@@ -269,7 +269,7 @@ class SlotTier(SlotBooks):
                 return
             victim, id, place = oldest
             record = place * RECORD_BYTES
-            if id in keep:
+            if victim is space and id in keep:
                 return
             if victim.slot_bytes == space.slot_bytes:
                 if record not in self._leases:
