@@ -97,6 +97,22 @@ def status(
 
 
 @app.command()
+def top(
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.2, max=3600, help="Between two looks.")] = 1.0,
+    config: ConfigFile = None,
+    settings: Settings = None,
+) -> None:
+    """Watch a daemon at work; q ends it.
+
+    Tiers, hits of the last minute, what moves, sessions, and what is wrong. When the daemon goes away it waits for
+    it to come back. Where nobody watches, as in a pipe, one look and no more.
+    """
+    from terracekv.daemon.cli_top import run
+
+    run(Door(load(config, settings).daemon.runtime_dir, PROMPT_S), interval)
+
+
+@app.command()
 def health(
     ready: Annotated[bool, typer.Option("--ready", help="Ask whether it serves, not only whether it lives.")] = False,
     config: ConfigFile = None,

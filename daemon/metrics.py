@@ -191,6 +191,9 @@ class Metrics(Collector):
             "tier",
             stats.matched,
         )
+        yield _labelled(
+            "lookup_matched_tokens", "Tokens of these blocks, by the tier that would serve them.", "tier", stats.tokens
+        )
         yield _labelled("lookup_misses", "Lookups by the reason of their first miss.", "reason", stats.misses)
         yield _labelled(
             "loaded_blocks", "Blocks leased to engines and downloads, by the tier they came from.", "tier", stats.loaded

@@ -54,7 +54,7 @@ LIBRARIES = {
     "numpy": {"kernels/host.py", "kernels/planes.py"},
     "prometheus_client": {"connector/vllm_metrics.py", "daemon/metrics.py"},
     "pynvml": {"tiers/nvml.py"},
-    "rich": {"daemon/cli_status.py"},
+    "rich": {"daemon/cli_status.py", "daemon/cli_top.py"},
     "torch": {"connector/transformers.py", "connector/vllm.py"},
     "transformers": {"connector/transformers.py"},
     "typer": {"daemon/cli.py", "daemon/cli_bucket.py", "daemon/cli_options.py"},

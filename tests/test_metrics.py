@@ -48,7 +48,7 @@ async def test_every_series_is_there_before_any_traffic_and_no_other_comes_with_
 
 
 def test_every_count_of_the_store_is_a_series() -> None:
-    labelled = {"matched", "misses", "loaded"}
+    labelled = {"matched", "tokens", "misses", "loaded"}
     assert set(Stats.__slots__) - labelled == metrics.COUNTERS.keys() == metrics.NAMES.keys()
 
 
