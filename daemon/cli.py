@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from terracekv.daemon.cli_bench import bench
 from terracekv.daemon.cli_bucket import bucket_commands
 from terracekv.daemon.cli_options import (
     AsJson,
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bucket_commands, name="s3")
+app.command()(bench)
 
 
 def main() -> None:

@@ -4,8 +4,12 @@ Owns nothing. Called by ``cli`` and the other modules with commands. Imports typ
 ``http_client`` and ``errors``.
 """
 
+import contextlib
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -29,14 +33,19 @@ NamespaceOrAll = Annotated[
 Tokens = Annotated[str, typer.Argument(metavar="TOKENS", help="File with token ids (JSON or plain text), - for stdin.")]
 
 
-def load(file: Path | None, settings: list[str] | None) -> Config:
+def flags_of(settings: list[str] | None) -> dict[str, str]:
+    """What ``--set`` says."""
     flags = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--set {setting} has no value", "write --set host.size=8GiB")
         flags[key.strip()] = value.strip()
-    return load_config(file, flags)
+    return flags
+
+
+def load(file: Path | None, settings: list[str] | None) -> Config:
+    return load_config(file, flags_of(settings))
 
 
 def opened_door(file: Path | None, settings: list[str] | None) -> Door:
@@ -51,3 +60,17 @@ def print_json(answer: object) -> None:
 
 def say(line: str, err: bool = False) -> None:
     typer.echo(printable(line), err=err)
+
+
+@contextlib.contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does, so that the terminal is given back."""
+
+    def end(number: int, at: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,14 +1,13 @@
 """``terracekv top``: what a daemon does now, again and again, on a whole terminal.
 
 Owns the terminal while it runs, and gives it back however it ends; remembers the figures of the last minute. Called by
-``cli`` in its own process, and imported only there. Imports rich, ``cli_text``, ``http_client``, ``budget`` and
-``errors``.
+``cli`` in its own process, and imported only there. Imports rich, ``cli_options``, ``cli_text``,
+``http_client``, ``budget`` and ``errors``.
 """
 
 import contextlib
 import os
 import select
-import signal
 import sys
 import termios
 import time
@@ -16,7 +15,6 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -24,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from terracekv.daemon.cli_options import ended_by_sigterm
 from terracekv.daemon.cli_text import age, last_error, printable, short
 from terracekv.daemon.http_client import Door
 from terracekv.tiers.budget import show
@@ -116,7 +115,7 @@ def run(door: Door, interval_s: float) -> None:
         console.print(frame(view, PIPE_WIDTH, sys.maxsize, time.monotonic()))
         return
     console = Console(highlight=False, markup=False, emoji=False)
-    with contextlib.suppress(KeyboardInterrupt), _ended_by_sigterm(), _keys() as pressed:
+    with contextlib.suppress(KeyboardInterrupt), ended_by_sigterm(), _keys() as pressed:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             asked, size = float("-inf"), (0, 0)
             while not pressed("q"):
@@ -272,17 +271,3 @@ def _keys() -> Iterator[Callable[[str], bool]]:
 def _nothing_pressed(key: str) -> bool:
     time.sleep(LOOK_S)
     return False
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does, so that the terminal is given back."""
-
-    def end(number: int, at: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -329,7 +329,7 @@ def test_config_prints_every_setting_with_its_source(shm_dir: Path) -> None:
 def test_version_and_help_need_nothing(shm_dir: Path) -> None:
     assert terracekv("--version", at=shm_dir).stdout.startswith("terracekv ")
     page = terracekv("--help", at=shm_dir).stdout
-    verbs = "serve status top health lookup explain flush pin unpin doctor verify config s3"
+    verbs = "serve status top health lookup explain flush pin unpin doctor verify bench config s3"
     assert set(verbs.split()) <= set(re.findall(r"^  (\w+) ", page.partition("Commands:")[2], re.MULTILINE))
     assert "..." not in page.partition("Commands:")[2], "a summary that is cut says less than a short one"
 

@@ -57,7 +57,7 @@ LIBRARIES = {
     "rich": {"daemon/cli_status.py", "daemon/cli_top.py"},
     "torch": {"connector/transformers.py", "connector/vllm.py"},
     "transformers": {"connector/transformers.py"},
-    "typer": {"daemon/cli.py", "daemon/cli_bucket.py", "daemon/cli_options.py"},
+    "typer": {"daemon/cli.py", "daemon/cli_bench.py", "daemon/cli_bucket.py", "daemon/cli_options.py"},
     "uvloop": {"daemon/__main__.py"},
     "vllm": {"connector/vllm.py", "connector/vllm_metrics.py", "connector/vllm_tier.py"},
     "xxhash": {"tiers/checksum.py"},
