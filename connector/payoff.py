@@ -23,6 +23,7 @@ from terracekv.connector.layout import Blocks, Plane, layout_of
 
 WINDOW_BYTES = 256 << 20
 """Memory that stands for the engine's pages: a longer prompt goes round in it, which no cache of a processor holds."""
+PIECE_BYTES = 16 << 20
 WAIT_MS = 120_000
 BELL = random.Random(1)
 
@@ -108,7 +109,9 @@ class Engine:
 
 def looks_like_kv(dtype: str, item_bytes: int, size: int) -> bytearray:
     """Bytes that compress as KV does: a bell curve's high byte in each float of 16 or 32 bits, the rest noise."""
-    filled = bytearray(BELL.randbytes(size))
+    filled = bytearray()
+    while len(filled) < size:  # more at once than the generator can do
+        filled += BELL.randbytes(min(PIECE_BYTES, size - len(filled)))
     if item_bytes in (2, 4):
         form, scale = ("<e", 2) if dtype == "float16" else ("<f", 4)
         high = bytes(struct.pack(form, _bell((step + 0.5) / 256))[scale - 1] for step in range(256))

@@ -173,7 +173,7 @@ def _judge(report: Report) -> None:
     if report.cold is None:
         report.verdict = (
             "whether that pays depends on how long the engine takes to compute as much: name one that runs "
-            "(--engine http://127.0.0.1:8000 --model NAME), or its rate (--prefill-rate TOKENS_PER_SECOND)"
+            "(--engine http://localhost:8000 --model NAME), or its rate (--prefill-rate TOKENS_PER_SECOND)"
         )
         return
     pays, longest = [], report.lengths[-1]

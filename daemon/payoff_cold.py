@@ -91,7 +91,7 @@ def _first_token_s(url: str, model: str, prompt: list[int], token: str) -> float
     parts = urlsplit(url if "//" in url else f"//{url}", "http")
     secure = parts.scheme == "https"
     if not parts.hostname or parts.scheme not in ("http", "https"):
-        raise BadRequest(f"--engine {url} is no address", "write http://127.0.0.1:8000")
+        raise BadRequest(f"--engine {url} is no address", "write http://localhost:8000")
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=ANSWER_S)
     path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"

@@ -150,7 +150,8 @@ def test_it_pays_from_where_the_time_saved_is_the_time_of_the_load() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_what_is_stored_compresses_as_kv_does(dtype: str) -> None:
+def test_what_is_stored_compresses_as_kv_does(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terracekv.connector.payoff.PIECE_BYTES", 100_001)
     plain = memoryview(looks_like_kv(dtype, 2, 1 << 20))
     coded = encode(codec_for(dtype), plain, memoryview(bytearray(2 << 20)))
     assert coded is not None and 1.15 < len(plain) / coded < 1.7
