@@ -44,7 +44,6 @@ app = typer.Typer(
 )
 
 app.add_typer(bucket_commands, name="s3")
-app.command()(bench)
 
 
 def main() -> None:
@@ -252,6 +251,9 @@ def verify(
     if as_json:
         print_json([report.as_dict() for report in reports])
     raise typer.Exit(any(report.bad for report in reports))
+
+
+app.command()(bench)
 
 
 @app.command("config")

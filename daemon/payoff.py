@@ -171,9 +171,11 @@ def _base_ms(points: Mapping[int, float]) -> float:
 
 def _judge(report: Report) -> None:
     if report.cold is None:
+        longest = report.lengths[-1]
+        rates = [f"{name} {longest / of.ms[longest] * 1e3:,.0f}" for name, of in report.tiers.items() if of.ms]
         report.verdict = (
-            "whether that pays depends on how long the engine takes to compute as much: name one that runs "
-            "(--engine http://localhost:8000 --model NAME), or its rate (--prefill-rate TOKENS_PER_SECOND)"
+            f"tokens given back a second, at {longest:,}: {', '.join(rates)}; it pays where the engine computes fewer: "
+            "name one that runs (--engine http://localhost:8000 --model NAME), or its rate (--prefill-rate TOKENS/S)"
         )
         return
     pays, longest = [], report.lengths[-1]

@@ -75,7 +75,7 @@ def test_a_person_reads_a_table_and_a_sentence_and_no_figure_that_nobody_measure
     rows = {line[0]: line for line in lines if line}
     assert "cold" not in rows and rows["host"][-1] == rows["disk"][-1] == "?"
     assert "s3: not configured" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("whether that pays depends on how long the engine takes")
+    assert done.stdout.splitlines()[-1].startswith("tokens given back a second, at 256: host ")
     assert "--engine http" in done.stdout and "--prefill-rate" in done.stdout
     assert not everything(shm_dir, tmp_path), "folders that the bench made are gone"
     slow = bench(at, *SMALL, "--prefill-rate", "1e9")
