@@ -31,6 +31,8 @@ GPU_PAGE = "see docs/gpu.md"
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "beegfs", "fuse.sshfs", "fuse.s3fs", "glusterfs"}
 FILES_MIN = 1024
 BUCKET_S = 5.0
+NAMED_BY = ("revision", "dtype", "layout", "block_tokens", "shards", "tenant")
+NAME_CHARS = 16
 
 
 def examine(config: Config) -> Iterator[Finding]:
@@ -218,6 +220,7 @@ def _running(config: Config, running: dict[str, Any]) -> Iterator[Finding]:
         says = "; ".join(f"{name} died {count} times" for name, count in died.items())
         yield Finding("daemon", "warn", f"{says}, and went on", "report it with the tracebacks in the daemon's log")
     yield from _running_gpu(running)
+    yield from _engines(running)
     yield from _differences(describe(config), running["config"])
     for name, tier in running["tiers"].items():
         if tier["last_error"]:
@@ -236,6 +239,27 @@ def _running_gpu(running: dict[str, Any]) -> Iterator[Finding]:
     for session in running["sessions"]:
         if session["transport_reason"]:
             yield Finding("gpu tier", "warn", f"session {session['session']}: {session['transport_reason']}", GPU_PAGE)
+
+
+def _engines(running: dict[str, Any]) -> Iterator[Finding]:
+    """Engines of one model whose names for it differ: what the one stores is never a hit for the other."""
+    spaces = {space["namespace_id"]: space for space in running["namespaces"]}
+    used: dict[str, dict[str, Any]] = {}
+    for session in running["sessions"]:
+        space = spaces.get(session.get("namespace_id"))
+        if space is not None:
+            used.setdefault(space["model"], {})[space["namespace_id"]] = space
+    for model, those in used.items():
+        differs = [name for name in NAMED_BY if len({str(space.get(name)) for space in those.values()}) > 1]
+        if len(those) > 1:
+            what = ", ".join(f"{name} ({' and '.join(_values(those, name))})" for name in differs)
+            says = f"engines of {model} use {len(those)} namespaces, which differ in {what or 'whose they are'}"
+            advice = "what one stores is no hit for the other: give them the same weights and settings if it should be"
+            yield Finding("engines", "warn", says, advice)
+
+
+def _values(spaces: Mapping[str, Any], name: str) -> list[str]:
+    return sorted({str(space.get(name))[:NAME_CHARS] for space in spaces.values()})
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[Finding]:

@@ -28,6 +28,8 @@ from terracekv.daemon.http_gate import admit, tenant_of
 from terracekv.daemon.http_messages import (
     Alive,
     Done,
+    Explain,
+    Explained,
     Flush,
     Found,
     Lookup,
@@ -240,6 +242,7 @@ class HttpDoor:
         read, write, admin = Right.READ, Right.WRITE, Right.ADMIN
         return [
             Route("POST", "/v1/lookup", read, queries.lookup, "How much of a chain is here", {200: Found}, Lookup),
+            Route("POST", "/v1/explain", read, queries.explain, "Why it is not", {200: Explained}, Explain),
             *_block_routes(blocks),
             Route("POST", "/v1/prefetch", read, queries.prefetch, "Bring a chain up into host", {200: Done}, Prefetch),
             Route("POST", "/v1/pin", write, queries.pin, "Keep a chain in host for a while", {200: Done}, Pin),

@@ -132,6 +132,56 @@ class Found(Struct):
     first_miss: FirstMiss | None
 
 
+class Explain(Chain, forbid_unknown_fields=True, kw_only=True):
+    """Block by block: where is it, and if it is nowhere, why? What only a distant tier can tell is waited for."""
+
+    deadline_ms: Annotated[int, Meta(ge=0, le=60_000)] = DEADLINE_MS
+
+
+class Told(Struct):
+    """One block. ``tiers`` are those that are known to have it, each with the number of its shards there; ``missing``
+    are shards that no tier has, and ``reason`` why, as far as the daemon remembers. A whole block behind the first miss
+    is of no use: a prefix has no holes."""
+
+    index: int
+    first_token: int
+    key: str
+    tiers: dict[str, int]
+    missing: list[int]
+    reason: str | None
+
+
+class Elsewhere(Struct):
+    """Another namespace that has leading blocks of the same tokens; ``differs`` maps a field of the name to what was
+    asked for (null where no such namespace is known) and what is there. ``salt`` differs where nothing else does."""
+
+    namespace_id: str
+    matched_blocks: int
+    matched_tokens: int
+    differs: dict[str, tuple[str | int | None, str | int | None]]
+
+
+class Explained(Struct):
+    """As ``Found``, for people: nothing is counted. ``rest_tokens`` fill no block, and are always computed. ``blocks``
+    ends after ``KEYS_TOLD`` blocks. Elsewhere is looked only for tokens: keys are of one namespace."""
+
+    namespace_id: str | None
+    model: str
+    revision: str
+    dtype: str
+    shards: int
+    epoch: int
+    block_tokens: int
+    asked_tokens: int | None
+    rest_tokens: int | None
+    asked_blocks: int
+    matched_blocks: int
+    matched_tokens: int
+    first_miss: FirstMiss | None
+    blocks: list[Told]
+    elsewhere: list[Elsewhere]
+
+
 class Done(Struct):
     """What was done, by tier and by verb, and what was skipped, by reason. Counts are of block shards: a block of a
     namespace with two shards counts twice."""

@@ -1,7 +1,8 @@
 """Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, sync, events.
 
 Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
-``access_file``, ``http_bodies``, ``http_gate``, ``http_messages``, ``naming``, ``store``, ``tasks`` and ``tiers``.
+``access_file``, ``explaining``, ``http_bodies``, ``http_gate``, ``http_messages``, ``naming``, ``store``, ``tasks``
+and ``tiers``.
 """
 
 import asyncio
@@ -15,12 +16,14 @@ from aiohttp import web
 
 from terracekv.daemon import tasks
 from terracekv.daemon.access_file import Caller
+from terracekv.daemon.explaining import explained
 from terracekv.daemon.http_bodies import Bodies
 from terracekv.daemon.http_gate import caller_of, refuse_tenants, tenant_of
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
     Chain,
     Done,
+    Explain,
     FirstMiss,
     Flush,
     Found,
@@ -95,6 +98,22 @@ class Queries:
             load_ms=round(found.load_ms, 3),
             first_miss=miss,
         )
+        return reply(request, answer)
+
+    async def explain(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        """Where each block of a chain is, and why it is not. Counts as no lookup; an unknown namespace is an answer."""
+        wanted = await self._bodies.read(request, Explain)
+        _check_form(wanted)
+        tenant = tenant_of(request)
+        try:
+            namespace = find_namespace(self._store.namespaces, wanted.namespace, tenant)
+        except NotFound:
+            namespace = None
+        known = namespace if namespace is not None and namespace.registered else None
+        keys = await self._keys(known, wanted)
+        spaces = [space for space in self._store.namespaces if tenant in ("", space.tenant)]
+        wait_s = wanted.deadline_ms / 1e3
+        answer = await explained(self._store, known, keys, raw=tokens_of(wanted), spaces=spaces, wait_s=wait_s)
         return reply(request, answer)
 
     async def prefetch(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:

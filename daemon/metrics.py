@@ -194,10 +194,7 @@ class Metrics(Collector):
             stats.matched,
         )
         yield _labelled(
-            "lookup_matched_tokens",
-            "Tokens that lookups found, by the tier that would serve them.",
-            "tier",
-            stats.tokens,
+            "lookup_matched_tokens", "Tokens of these blocks, by the tier that would serve them.", "tier", stats.tokens
         )
         yield _labelled("lookup_misses", "Lookups by the reason of their first miss.", "reason", stats.misses)
         yield _labelled(

@@ -56,6 +56,8 @@ class Promoter:
         self._mover = mover
         self._stats = stats
         self._promoted = promoted
+        self.damaged: Callable[[Namespace, bytes], None] = lambda namespace, id: None
+        """Told of a block whose bytes were wrong, and which could be had from nowhere further down."""
         self._coming: dict[Name, Coming] = {}
 
     @property
@@ -196,6 +198,8 @@ class Promoter:
                     self._coming[namespace.id, id].source = next_lower.name
                     self._read(namespace, id, slot, next_lower)
                     return
+        if outcome is Outcome.DAMAGED:
+            self.damaged(namespace, id)
         self._host.abort([slot])
         self._settle(namespace, id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
 

@@ -7,9 +7,10 @@ goes through the movers. Both doors call it. Imports ``tiers`` and its own parts
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from terracekv.daemon.below import DISK_BYTES_PER_S, Lower, places
+from terracekv.daemon.departed import Departed
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.events import Events
 from terracekv.daemon.forgetting import Flushed, Forgetting
@@ -23,7 +24,6 @@ from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
 from terracekv.tiers.disk_shares import DiskShares
-from terracekv.tiers.eviction import Ghosts
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespace, Namespaces
@@ -31,8 +31,6 @@ from terracekv.tiers.shares import Shares
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Miss, Outcome, Tier, TierStatus
 
-GHOSTS = 1 << 16
-"""Evicted blocks remembered, to tell ``evicted`` from ``absent``."""
 HOST_BYTES_PER_S = 5e9
 """Assumed copy rate from host to engine: the copy happens in the engine, out of the daemon's sight."""
 COMMIT_S = 30.0
@@ -105,7 +103,8 @@ class Store:
             pins=self.pins,
             events=self.events,
         )
-        self._evicted = Ghosts(GHOSTS)
+        self.departed = Departed()
+        self.promoter.damaged = self.departed.damaged
         host.on_evict = self._left_host
         if near is not None:
             near.below = self.below
@@ -127,9 +126,13 @@ class Store:
         disk = {self.disk.name: self.disk.shares} if self.disk is not None else {}
         return near | {"host": self.host.shares} | disk
 
+    def holders(self, namespace: Namespace, id: bytes) -> Iterator[str]:
+        """The tiers that are known to have a block, the uppermost first. Does not count as a use of it."""
+        return (place.name for place in self._places if place.leading(namespace, [id]))
+
     def holder(self, namespace: Namespace, id: bytes) -> str | None:
-        """The uppermost tier that is known to have a block. Does not count as a use of it."""
-        return next((place.name for place in self._places if place.leading(namespace, [id])), None)
+        """The uppermost of them."""
+        return next(self.holders(namespace, id), None)
 
     def statuses(self) -> dict[str, TierStatus]:
         """What each tier says of itself, from the top down. Waits for no tier that is stuck."""
@@ -138,14 +141,14 @@ class Store:
     def lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> Found:
         """How many leading blocks are present, whole (all their shards), and from where, as far as is known here.
         Reads no payload and asks nobody."""
-        found, _ = self._look(namespace, keys)
+        found, _ = self.look(namespace, keys)
         self._count(namespace, len(keys), found)
         return found
 
     def begin_lookup(self, namespace: Namespace, keys: Sequence[bytes]) -> "Found | asyncio.Future[int]":
         """The answer, when nobody need be asked for it; else a question under way, after which, or after as much of it
         as there is time for, ``lookup`` answers."""
-        found, unknown = self._look(namespace, keys)
+        found, unknown = self.look(namespace, keys)
         question = self.far.ask(namespace, unknown) if self.far is not None and unknown else None
         if question is not None:
             return question
@@ -175,8 +178,8 @@ class Store:
             await asyncio.wait([question], timeout=wait_s)
         return self.namespaces.get(namespace.id) or namespace
 
-    def _look(self, namespace: Namespace, keys: Sequence[bytes]) -> tuple[Found, list[bytes]]:
-        """What is known, and the ids from the first one on of which nothing is."""
+    def look(self, namespace: Namespace, keys: Sequence[bytes]) -> tuple[Found, list[bytes]]:
+        """What is known, and the ids from the first one on of which nothing is. Counts as no lookup."""
         shards = max(1, namespace.shards)
         ids = [block_id(key, shard) for key in keys for shard in range(shards)]
         absent = self._absent(namespace, ids)
@@ -353,10 +356,9 @@ class Store:
     def _left_host(self, namespace: Namespace, ids: list[bytes], reason: str) -> None:
         """Called under the host tier's lock, from any thread."""
         for id in ids:
+            self.departed.left(namespace, id, reason)
             if reason not in ("capacity", "quota"):
-                self._evicted.discard(namespace.number, id)
                 continue
-            self._evicted.add(namespace.number, id)
             if self.below and not any(lower.has(namespace, id) for lower in self.below):
                 self.stats.evicted_before_persist += 1
         self._emit("removed", namespace, ids, tier="host", reason=reason)
@@ -375,8 +377,7 @@ class Store:
             return Miss.TIER_DOWN
         if self.far is not None and unknown and self.far.tier.knows(namespace, unknown[0]) is None:
             return Miss.DEADLINE
-        evicted = any(self._evicted.has(namespace.number, block_id(rest[0], shard)) for shard in range(shards))
-        return Miss.EVICTED if evicted else Miss.ABSENT
+        return self.departed.why(namespace, [block_id(rest[0], shard) for shard in range(shards)])
 
     def _count(self, namespace: Namespace, asked: int, found: Found) -> None:
         stats = self.stats

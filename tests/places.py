@@ -180,6 +180,7 @@ OPERATIONS: dict[str, Callable[[Place], Awaitable[Any]]] = {
     "Prefetch": functools.partial(engine_moves, message=protocol.Prefetch(b"".join(LOW))),
     "Pin": functools.partial(engine_moves, message=protocol.Pin(b"".join(LOW), 1000)),
     "POST /v1/lookup": route("POST", "/v1/lookup", lambda w: chain(LOW + HIGH, w, deadline_ms=DEADLINE_MS)),
+    "POST /v1/explain": route("POST", "/v1/explain", lambda w: chain(LOW + HIGH, w, deadline_ms=DEADLINE_MS)),
     "GET of a block of host": of_block("GET", HIGH[0]),
     "GET of a block below": of_block("GET", LOW[1]),
     "HEAD of a block below": of_block("HEAD", LOW[1]),

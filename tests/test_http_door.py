@@ -27,6 +27,7 @@ ROUTES = {
     "/openapi.json": {"GET"},
     "/readyz": {"GET"},
     "/v1/events": {"GET"},
+    "/v1/explain": {"POST"},
     "/v1/flush": {"POST"},
     "/v1/lookup": {"POST"},
     "/v1/namespaces": {"GET"},

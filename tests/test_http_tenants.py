@@ -30,6 +30,7 @@ TOKENS = FILE + "".join(
 KEY, OTHER, ABSENT = keys_of(3)
 WANTED = {
     ("POST", "/v1/lookup"): "read",
+    ("POST", "/v1/explain"): "read",
     ("POST", "/v1/prefetch"): "read",
     ("POST", "/v1/pin"): "write",
     ("POST", "/v1/unpin"): "write",

@@ -116,7 +116,7 @@ def _type(schema: Mapping[str, Any]) -> str:
         return " or ".join(_type({**schema, "type": kind}) for kind in kinds)
     kind = str(kinds)
     if kind == "array":
-        return f"list of {_type(schema.get('items', {}))}"
+        return f"list of {_type(schema.get('items') or {})}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), Mapping):
         return f"object of {_type(schema['additionalProperties'])}"
     return kind

@@ -44,6 +44,8 @@ class Miss(StrEnum):
     UNKNOWN_NAMESPACE = "unknown_namespace"
     ABSENT = "absent"
     EVICTED = "evicted"
+    DAMAGED = "damaged"
+    """Its bytes were wrong when they were last read, and it was not stored since."""
     TIER_DOWN = "tier_down"
     DEADLINE = "deadline"
     TOO_SLOW = "too_slow"
