@@ -17,6 +17,7 @@ from terracekv.daemon.mover import Mover
 from terracekv.daemon.near import Near
 from terracekv.daemon.pins import SHARE, Pins
 from terracekv.daemon.promotion import Arrived, Promoter
+from terracekv.daemon.recent import Recent
 from terracekv.daemon.stats import Found, Stats
 from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.block import block_id
@@ -76,6 +77,7 @@ class Store:
         """The tiers that host reads from, the quickest first."""
         self.events = Events()
         self.stats = Stats()
+        self.recent = Recent()
         for lower in self.sources:
             self.stats.matched.setdefault(lower.name, 0)
             self.stats.loaded.setdefault(lower.name, 0)
@@ -390,3 +392,4 @@ class Store:
             stats.matched[tier] += blocks
         if found.reason is not None:
             stats.misses[found.reason] += 1
+        self.recent.add(namespace, asked, found)
