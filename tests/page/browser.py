@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions, Keys
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
@@ -33,6 +33,7 @@ FLAGS = (
     "--force-device-scale-factor=1",
     "--hide-scrollbars",
 )
+__all__ = ["Browser", "Keys", "asked", "browser", "received_bytes"]
 INTERNAL = ("chrome:", "data:", "about:", "chrome-extension:", "devtools:")
 
 
@@ -65,6 +66,10 @@ class Browser:
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
+
+    def press(self, key: str) -> None:
+        """A key, on whatever has the focus."""
+        ActionChains(self.driver).send_keys(key).perform()
 
     def link(self) -> str:
         """The state of the page's link to the daemon."""
