@@ -24,7 +24,7 @@ from terracekv.daemon.recent import PERIOD_S
 from terracekv.daemon.store import Store
 
 EVERY_S = 1.0
-ROWS_MAX = 100
+ROWS_MAX = 50
 """Sessions and namespaces in a document; ``totals`` says how many there are."""
 LAST_PERIODS = 2
 """The one that goes on, and the one that may have ended since the last document."""

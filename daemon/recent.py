@@ -16,8 +16,8 @@ from terracekv.tiers.namespace import Namespace
 
 LOOKUPS = 100
 """Kept of all, and as many of each tenant."""
-PERIOD_S = 10
-PERIODS = 360
+PERIOD_S = 15
+PERIODS = 240
 """One hour."""
 TENANTS_MAX = 64
 """Who asked longest ago is forgotten first; so with namespaces."""

@@ -102,7 +102,8 @@ async def test_a_document_is_made_once_for_all_and_never_when_nobody_listens(
     await until(lambda: not people.door._busy)
     count = len(made)
     await asyncio.sleep(5 * QUICK_S)
-    assert len(made) == count and people.door._live._ticker is None and not people.door._live._documents
+    assert len(made) == count and not people.door._live._documents
+    assert "live" not in {task.get_name() for task in asyncio.all_tasks()}
 
 
 @served()

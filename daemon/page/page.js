@@ -9,7 +9,7 @@ import { age, find, put } from "./words.js";
 
 const LOOKUPS = 100, HOUR_S = 3600, WHATIF_MS = 15000;
 
-const page = { status: null, tenant: null, at: 0, period_s: 10, totals: {}, lookups: [], history: [], whatif: null };
+const page = { status: null, tenant: null, at: 0, period_s: 15, totals: {}, lookups: [], history: [], whatif: null };
 let canAskWhatif = null;
 
 // What is new after what there is: a document may say again what an earlier one said.

@@ -95,14 +95,21 @@ def asked(traffic: list[dict[str, Any]]) -> list[str]:
 
 
 def received_bytes(traffic: list[dict[str, Any]]) -> dict[str, int]:
-    """By address, what came over the line of each answer that has ended, headers included."""
+    """By address, what came over the line, headers included; of an answer that goes on what has come by now."""
     urls = {
         event["params"]["requestId"]: event["params"]["request"]["url"]
         for event in traffic
         if event["method"] == "Network.requestWillBeSent"
     }
-    ended = [event["params"] for event in traffic if event["method"] == "Network.loadingFinished"]
-    return {urls[each["requestId"]]: int(each["encodedDataLength"]) for each in ended if each["requestId"] in urls}
+    sizes = dict[str, int]()
+    for event in traffic:
+        params, name = event["params"], urls.get(event["params"].get("requestId"), "")
+        if event["method"] == "Network.dataReceived":
+            sizes[name] = sizes.get(name, 0) + int(params["dataLength"])
+    for event in traffic:
+        if event["method"] == "Network.loadingFinished" and event["params"]["requestId"] in urls:
+            sizes[urls[event["params"]["requestId"]]] = int(event["params"]["encodedDataLength"])
+    return sizes
 
 
 @contextlib.contextmanager
