@@ -62,7 +62,8 @@ class Browser:
 
     def text(self, selector: str) -> str:
         """As it is shown; "" of what is not."""
-        return str(self.run("const e = document.querySelector(arguments[0]); return e ? e.innerText : ''", selector))
+        script = "const e = document.querySelector(arguments[0]); return e?.checkVisibility() ? e.innerText : ''"
+        return str(self.run(script, selector))
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
