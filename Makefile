@@ -29,7 +29,7 @@ WITH_VLLM = $(sort $(wildcard tests/e2e/test_vllm_*.py))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-cluster serve test test-long soak test-s3 test-page screenshots fuzz faults e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
+.PHONY: help demo demo-cluster serve test test-long soak test-s3 test-page screenshots fuzz faults docs e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,9 @@ fuzz: $(VENV)/dev.stamp  ## a million wrong frames, a hundred thousand wrong rec
 faults: $(VENV)/dev.stamp  ## which tests stand for which row of docs/faults.md (ARGS=--run also runs them)
 	$(BIN)/python -m terracekv.tests.fault_table $(ARGS)
 
+docs: $(VENV)/dev.stamp  ## write the pages that come from the code: docs/metrics.md and docs/api.md
+	$(BIN)/python -m terracekv.tests.written_docs
+
 e2e: $(VENV)/demo.stamp $(VENV)/dev.stamp e2e-vllm  ## the tests with real engines and small models; brings torch and vLLM
 	$(BIN)/pytest $(wildcard tests/e2e) $(filter-out tests/e2e/% tests/vllm/%,$(WITH_MODEL)) $(addprefix --ignore=,$(WITH_VLLM)) $(ARGS)
 
@@ -89,7 +92,7 @@ wheel: $(VENV)/run.stamp  ## build the wheel into dist/
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 constraints: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## renew constraints.txt from the newest versions
-	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev]"
+	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev,plot]"
 	(sed '/^[^#]/d' constraints.txt; (grep -E '$(BY_HAND)' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==|$(BY_HAND)' | sed 's/+cpu$$//') | sort -f) > constraints.new
 	mv constraints.new constraints.txt
 	rm -rf $(VLLM)

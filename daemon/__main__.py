@@ -26,6 +26,7 @@ from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.logs import to_stderr
+from terracekv.daemon.lookup_log import log_to
 from terracekv.daemon.mover import Mover
 from terracekv.daemon.near import Near
 from terracekv.daemon.own_socket import nobody_listens
@@ -176,6 +177,7 @@ def _doors(
         access=access,
         gpus=tiers.gpus,
     )
+    engine.sessions.demand.log = log_to(config.daemon.lookup_log)
     http = HttpDoor(
         store=store,
         sessions=engine.sessions,
@@ -294,6 +296,8 @@ def _set_quotas(access: Access, store: Store) -> None:
 async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: Access) -> None:
     """What must happen now and then without anybody asking."""
     await store.keep_house()
+    if (lookups := engine.sessions.demand.log) is not None and lookups.due:
+        await store.state_mover.load(lookups.write)
     _reread(access, engine, http)
     gone = engine.missing()
     if gone and "engine door" not in http.not_ready:

@@ -17,7 +17,7 @@ import typer
 from terracekv.daemon.cli_text import age, printable, read_tokens
 from terracekv.daemon.config import Config, describe, load_config, require_folders, resolve, survey, version
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door
-from terracekv.tiers.budget import show
+from terracekv.tiers.budget import parse_size, show
 from terracekv.tiers.errors import ConfigError, TerraceError
 
 COMMANDS = {"GET /v1/namespaces": "terracekv status", "POST /v1/lookup": "terracekv lookup"}
@@ -206,6 +206,43 @@ def verify(
     if as_json:
         _print_json([report.as_dict() for report in reports])
     raise typer.Exit(any(report.bad for report in reports))
+
+
+@app.command()
+def whatif(as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None) -> None:
+    """Say what more memory would buy."""
+    answer = _door(config, settings).ask("GET", "/v1/whatif")
+    if as_json:
+        return _print_json(answer)
+    from terracekv.daemon.cli_simulate import print_whatif
+
+    print_whatif(answer)
+
+
+@app.command()
+def simulate(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines with hash_ids: see daemon.lookup_log.")],
+    sizes: Annotated[str, typer.Option(help="Sizes to try: parts of the trace, blocks or bytes.")] = "2%,5%,10%,20%",
+    policies: Annotated[str, typer.Option(help="EVICTION/ADMISSION, several with commas, or auto.")] = "lru/all",
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Put a disk of this size below.")] = None,
+    block_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Size of a block, if not the trace's.")] = "0",
+    csv: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the rows there, too.")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw them there (needs the extra plot).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a trace under other sizes and policies."""
+    from terracekv.daemon import cli_simulate
+
+    cli_simulate.simulate(
+        trace,
+        sizes=sizes.split(","),
+        policies=policies.split(","),
+        disk=disk,
+        block_bytes=parse_size(block_bytes),
+        as_json=as_json,
+        csv=csv,
+        png=png,
+    )
 
 
 @app.command("config")

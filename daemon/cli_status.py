@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from terracekv.daemon.cli_text import age, last_error, printable, queues, sentence, short
+from terracekv.daemon.cli_text import age, last_error, policies, printable, queues, sentence, short
 from terracekv.tiers.budget import show
 
 BAR = 10
@@ -55,7 +55,7 @@ def print_status(answer: dict[str, Any]) -> None:
                 console.print(
                     printable(f"  -> {tier['advice']} ({tier['last_event']})"), style="red" if news else "dim"
                 )
-    for line in queues(answer["tiers"]):
+    for line in queues(answer["tiers"]) + policies(answer.get("policies", {})):
         console.print(line)
 
     columns = {"model": "model", "revision": "revision", "namespace": "namespace_id", "tokens": "block_tokens"}

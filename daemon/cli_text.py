@@ -41,6 +41,19 @@ def queues(tiers: dict[str, Any]) -> list[str]:
     ]
 
 
+def policies(tiers: dict[str, Any]) -> list[str]:
+    """What each tier that chooses for itself has chosen, and why."""
+    lines = []
+    for name, tier in tiers.items():
+        if contest := tier.get("contest"):
+            shares = ", ".join(
+                f"{policy} hits {counts['hits']:.1%} and writes {counts['writes']:.1%}"
+                for policy, counts in contest["candidates"].items()
+            )
+            lines.append(f"{name} goes by {contest['policy']}, {contest['switches']} changes; of late {shares}")
+    return lines
+
+
 def last_error(name: str, tier: dict[str, Any]) -> tuple[str, bool]:
     """A tier's last error, and whether it is news."""
     seconds = tier.get("last_error_age_s")

@@ -53,6 +53,7 @@ class Daemon(Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["text", "json"] = "text"
     stuck_s: Seconds = 10.0
+    lookup_log: str = ""
 
 
 class Host(Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +62,7 @@ class Host(Struct, frozen=True, forbid_unknown_fields=True):
     size: SizeOrAuto = None
     slab: SizeOrAuto = None
     prefault: bool = True
+    eviction: Literal["lru", "frequency", "auto"] = "lru"
     numa: Annotated[str, Meta(pattern="^(auto|off|[0-9]{1,3})$")] = "auto"
 
 
@@ -72,7 +74,7 @@ class Disk(Struct, frozen=True, forbid_unknown_fields=True):
     size: SizeOrAuto = None
     segment: Size = 256 * MIB
     direct: Literal["auto", "on", "off"] = "auto"
-    admission: Literal["all", "second_touch"] = "all"
+    admission: Literal["all", "second_touch", "auto"] = "all"
     codec: Literal["auto", "on", "off"] = "off"
     free_floor: Size = 1 * GIB
 
@@ -108,7 +110,8 @@ SECTIONS: dict[str, type[Struct]] = {
     "access": config_access.Access,
     "encryption": config_encryption.Encryption,
 }
-FILES = ("daemon.token_file", "s3.credentials_file", "s3.ca_bundle", *config_access.FILES, *config_encryption.FILES)
+OWN_FILES = ("daemon.token_file", "daemon.lookup_log", "s3.credentials_file", "s3.ca_bundle")
+FILES = OWN_FILES + config_access.FILES + config_encryption.FILES
 TYPES: dict[str, Any] = {
     f"{section}.{field.name}": field.type
     for section, struct in SECTIONS.items()
@@ -149,10 +152,8 @@ def load_config(
         section, _, name = key.partition(".")
         path = values.get(key, getattr(SECTIONS[section](), name))
         values[key] = Path(_absolute(str(path), home))
-    if values.get("disk.path"):
-        values["disk.path"] = _absolute(values["disk.path"], home)
-    else:
-        values["disk.path"] = str(values["daemon.state_dir"] / "disk")
+    path = values.get("disk.path")
+    values["disk.path"] = _absolute(path, home) if path else str(values["daemon.state_dir"] / "disk")
     for key in FILES:
         if values.get(key):
             values[key] = _absolute(values[key], home)

@@ -32,7 +32,8 @@ from terracekv.daemon.sharing import Sharing
 from terracekv.daemon.stats import Found
 from terracekv.daemon.store import Store
 from terracekv.daemon.unfinished import Unfinished
-from terracekv.daemon.wire import distinct, slots_of, wire, within_s
+from terracekv.daemon.wire import distinct, shown, slots_of, wire, within_s
+from terracekv.tiers.block import KEY_BYTES
 from terracekv.tiers.errors import BadRequest, TerraceError
 from terracekv.tiers.journal import INTERNAL, Journal
 from terracekv.tiers.slots import Slot, SlotTable
@@ -47,6 +48,9 @@ HELLO_S = 5.0
 ASK_S_MAX = 2.0
 """Of the time of an Acquire, what may be spent on finding out what there is to lease."""
 PIN_S_MAX = 60.0
+INDEX_BYTES = 8
+REASON_MAX = 1000
+"""Characters of a refusal in the log: of what an engine sent, some stand in it."""
 
 
 class EngineDoor:
@@ -110,11 +114,12 @@ class EngineDoor:
         for connection in list(self.connections):
             connection.end_if_unknown(self.reception.access)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run ``work`` beside the loop's other work, owned by the door."""
         task = tasks.begin(work, "engine-request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 class Connection(asyncio.Protocol):
@@ -209,17 +214,22 @@ class Connection(asyncio.Protocol):
         elif isinstance(request, protocol.Reserve):
             self._reserve(session, request)
         elif isinstance(request, protocol.Commit):
-            self._door.spawn(self._commit(session, request))
+            self._wait(INDEX_BYTES * len(request.indices), self._commit(session, request))
         elif isinstance(request, protocol.Abort):
             self._door.sessions.abort(session, request.reservation)
         elif isinstance(request, protocol.Pin):
-            self._door.spawn(self._pin(session, session.ids_of(protocol.split_keys(request.keys)), request.ttl_ms))
+            ids = session.ids_of(protocol.split_keys(request.keys))
+            self._wait(len(request.keys), self._pin(session, ids, request.ttl_ms))
         elif isinstance(request, protocol.Opened):
             if (refused := self._door.sharing.opened(session, request.why)) is not None:
                 self._fail(0, BadRequest(refused.reason, "set gpu.strict to false to serve such engines from host"))
                 self._transport.close()
         else:
             self._prefetch(session, session.ids_of(protocol.split_keys(request.keys)))
+
+    def _wait(self, size_bytes: int, work: Coroutine[Any, Any, None]) -> None:
+        """Go on with a request that is not answered at once; what it keeps meanwhile counts for its connection."""
+        self._door.spawn(work).add_done_callback(self._inbox.hold(size_bytes))
 
     async def _hello(self, hello: protocol.Hello) -> None:
         try:
@@ -243,7 +253,8 @@ class Connection(asyncio.Protocol):
         handover.send(self._transport, answer, handover.welcome(answer, offer))
 
     def _refuse(self, refused: protocol.Refused) -> None:
-        journal.warning("TKV-REFUSED", f"refused an engine: {refused.field}: {refused.reason}", field=refused.field)
+        why = shown(refused.reason, REASON_MAX)
+        journal.warning("TKV-REFUSED", f"refused an engine: {refused.field}: {why}", field=refused.field)
         self._send(refused)
         self._transport.close()
 
@@ -256,7 +267,7 @@ class Connection(asyncio.Protocol):
             def more() -> None:
                 store.promoter.prefetch(sessions.current(session), ids)
 
-            self._door.spawn(self._later(0, question, ASK_S_MAX, more))
+            self._wait(KEY_BYTES * len(ids), self._later(0, question, ASK_S_MAX, more))
 
     async def _pin(self, session: Session, ids: list[bytes], ttl_ms: int) -> None:
         try:
@@ -267,6 +278,7 @@ class Connection(asyncio.Protocol):
 
     def _lookup(self, session: Session, request: protocol.Lookup) -> None:
         keys = protocol.split_keys(request.keys)
+        self._door.sessions.demand.asked(session.number, session.namespace, request.keys)
         begun = self._door.store.begin_lookup(self._door.sessions.current(session), keys)
         if isinstance(begun, Found):
             self._found(request.id, begun)
@@ -276,7 +288,8 @@ class Connection(asyncio.Protocol):
         def answer() -> None:
             self._found(request.id, self._door.store.lookup(self._door.sessions.current(session), keys))
 
-        self._door.spawn(self._later(request.id, question, within_s(request.deadline_ms), answer))
+        wait_s = within_s(request.deadline_ms)
+        self._wait(len(request.keys), self._later(request.id, question, wait_s, answer))
 
     def _found(self, id: int, found: Found) -> None:
         self._send(protocol.Found(id, found.blocks, found.per_tier, found.first_miss, found.reason, found.load_ms))
@@ -290,7 +303,8 @@ class Connection(asyncio.Protocol):
             return
         # A hint older than its time, or no lookup before: what a distant tier has is asked for first.
         wait_s = min(ASK_S_MAX, within_s(request.deadline_ms))
-        self._door.spawn(self._later(request.id, question, wait_s, lambda: self._lease(session, request, keys, until)))
+        later = self._later(request.id, question, wait_s, lambda: self._lease(session, request, keys, until))
+        self._wait(len(request.keys), later)
 
     async def _later(self, id: int, question: "asyncio.Future[int]", wait_s: float, answer: Callable[[], None]) -> None:
         """Answer once a distant tier has told what it has, or when there is no more time to wait for it."""
@@ -325,6 +339,8 @@ class Connection(asyncio.Protocol):
         blocks = (len(lease.slots) + len(lease.near) + len(lease.pending)) // per_key
         pending = sorted({index // per_key for index in lease.pending})
         self._send(protocol.Leased(request.id, handle, blocks, slots, pending))
+        if lease.coming:  # after its release too: whoever asks again and again is told of it as often
+            lease.settled = self._inbox.hold(KEY_BYTES * lease.coming)
         if lease.pending:
 
             def deadline() -> None:

@@ -26,6 +26,8 @@ def judge(hello: protocol.Hello, *, slab_bytes: int, tenant: str, salt: bytes) -
     for name in ("model", "revision", "dtype"):
         if len(getattr(hello, name)) > NAME_MAX:
             return protocol.Refused(name, f"longer than {NAME_MAX} characters")
+        if not getattr(hello, name).isprintable():
+            return protocol.Refused(name, "has characters that cannot be shown, as ends of lines")
     if not 0 < hello.block_tokens <= 1 << 20:
         return protocol.Refused("block_tokens", f"{hello.block_tokens} is not between 1 and {1 << 20}")
     problem = hello.layout.problem(hello.block_tokens)

@@ -253,6 +253,14 @@ class HttpDoor:
             Route("POST", "/v1/verify", admin, queries.verify, "Check stored blocks", {200: Verified}, Verify),
             Route("POST", "/v1/sync", admin, queries.sync, "Bring what is stored on disk to the medium", {200: Synced}),
             Route("GET", "/v1/status", read, self._status, "All that the daemon knows about itself", {200: dict}),
+            Route(
+                "GET",
+                "/v1/whatif",
+                Right.METRICS,
+                self._whatif,
+                "Hits by capacity: what more memory would buy",
+                {200: dict},
+            ),
             Route("GET", "/v1/namespaces", read, self._namespaces, "All namespaces", {200: dict}),
             Route("GET", "/v1/live", read, live.stream, "Server-sent events: past, now", {200: EVENTS_TYPE}),
             Route(
@@ -292,6 +300,9 @@ class HttpDoor:
             gpus=self._gpus,
             access=self._access,
         )
+
+    async def _whatif(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
+        return reply(request, self._sessions.demand.whatif())
 
     async def _namespaces(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         return reply(request, {"namespaces": namespaces_document(self._store, tenant_of(request))})

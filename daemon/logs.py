@@ -19,6 +19,9 @@ LINES_MAX = 20
 """Lines of one event in a window; how many more there would have been stands in the first of the next one."""
 NOBODY = "-"
 
+counts = {"warning": 0, "error": 0}
+"""Lines since start, those that were left out among them."""
+
 
 class Lines(logging.Formatter):
     """``TIME LEVEL EVENT MESSAGE FIELD=VALUE ...``, or an object of JSON."""
@@ -58,6 +61,8 @@ class Sparing(logging.Filter):
         kind = record.name if event == NOBODY else event
         now = time.monotonic()
         with self._lock:
+            if record.levelno >= logging.WARNING:
+                counts["error" if record.levelno >= logging.ERROR else "warning"] += 1
             since, count = self._seen.get(kind, (now, 0))
             left_out = 0
             if now - since >= WINDOW_S:

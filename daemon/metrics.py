@@ -1,7 +1,8 @@
 """Metrics in Prometheus' format. The only ``import prometheus_client``.
 
 Owns the counts of HTTP requests; all else is read from the store, the tiers and the sessions when it is asked for, so
-nothing is counted twice. Called by the people's door on the event loop. Imports ``gpus``, ``sessions`` and ``store``.
+nothing is counted twice. Called by the people's door on the event loop. Imports ``gpus``, ``heartbeat``,
+``hot``, ``logs``, ``sessions``, ``store`` and ``tasks``.
 
 Every series is there from the start, at zero. Labels are tiers, reasons, routes and kinds of status: a fixed number of
 values each, and never a key, a namespace or a token; and the UUIDs of this node's GPUs.
@@ -15,10 +16,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from terracekv.daemon import tasks
+from terracekv.daemon import logs, tasks
 from terracekv.daemon.config import version
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.heartbeat import Heartbeat
+from terracekv.daemon.hot import Moves
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.store import Store
 from terracekv.tiers.steady import deaths
@@ -191,6 +193,12 @@ class Metrics(Collector):
             "tier",
             stats.matched,
         )
+        yield _labelled(
+            "lookup_matched_tokens",
+            "Tokens that lookups found, by the tier that would serve them.",
+            "tier",
+            stats.tokens,
+        )
         yield _labelled("lookup_misses", "Lookups by the reason of their first miss.", "reason", stats.misses)
         yield _labelled(
             "loaded_blocks", "Blocks leased to engines and downloads, by the tier they came from.", "tier", stats.loaded
@@ -243,6 +251,7 @@ class Metrics(Collector):
         yield from _codecs(tiers)
         yield from self._flows()
         yield from self._bandwidth()
+        yield _labelled("log_lines", "Warnings and errors, with those that were not written.", "level", logs.counts)
 
     def _gpu_metrics(self) -> Iterator[Metric]:
         state = GaugeMetricFamily(P + "gpu_tier_state", "What became of the gpu tier; 1 for one.", labels=["state"])
@@ -264,10 +273,9 @@ class Metrics(Collector):
                 if (value := gpu.readings[field]) is not None:
                     family.add_metric([gpu.uuid], float(value))
             yield family
-        if (near := self._store.near) is not None:
-            for field, documentation in GPU_MOVES.items():
-                value = getattr(near.hot.moves, field)
-                yield CounterMetricFamily(f"{P}gpu_{field}_blocks", documentation, value=value)
+        moves = near.hot.moves if (near := self._store.near) is not None else Moves()
+        for field, documentation in GPU_MOVES.items():
+            yield CounterMetricFamily(f"{P}gpu_{field}_blocks", documentation, value=getattr(moves, field))
 
     def _flows(self) -> Iterator[Metric]:
         below = self._store.below
@@ -293,12 +301,15 @@ class Metrics(Collector):
             P + "tier_bandwidth_bytes_per_second", "Throughput of the tier when busy.", labels=labels
         )
         known = GaugeMetricFamily(P + "tier_bandwidth_measured", "0 while the throughput is assumed.", labels=labels)
+        moved = CounterMetricFamily(P + "tier_moved_bytes", "Bytes read from the tier or written.", labels=labels)
+        busy = CounterMetricFamily(P + "tier_busy_seconds", "Time in which any were under way.", labels=labels)
         for lower in self._store.below:
             for direction, meter in {"read": lower.read, "write": lower.write}.items():
                 rate.add_metric([lower.name, direction], meter.bytes_per_s)
                 known.add_metric([lower.name, direction], float(meter.measured))
-        yield rate
-        yield known
+                moved.add_metric([lower.name, direction], meter.total_bytes)
+                busy.add_metric([lower.name, direction], meter.total_s)
+        yield from (rate, known, moved, busy)
 
     def _http_metrics(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(P + "http_requests", "HTTP requests.", labels=["method", "route", "status"])

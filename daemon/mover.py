@@ -51,6 +51,9 @@ class Meter:
         self._busy_s = self.PRIOR_S
         self._bytes = assumed_bytes_per_s * self.PRIOR_S
         self.measured = False
+        self.total_s = 0.0
+        self.total_bytes = 0
+        """Since start, and never faded: whoever reads them twice has the rate between."""
 
     def __enter__(self) -> "Meter":
         with self._lock:
@@ -63,6 +66,7 @@ class Meter:
         with self._lock:
             now = time.monotonic()
             self._busy_s += now - self._since
+            self.total_s += now - self._since
             self._since = now
             self._active -= 1
             if self._busy_s > self.WINDOW_S:
@@ -73,6 +77,7 @@ class Meter:
         """Count bytes that went through; called inside the ``with``."""
         with self._lock:
             self._bytes += size_bytes
+            self.total_bytes += size_bytes
             self.measured = True
 
     @property

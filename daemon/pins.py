@@ -47,7 +47,8 @@ class Pins:
         counts["skipped_pin_limit"] += max(0, len(wanted) - room)
         for name in ((namespace.id, id) for id in ids):
             if name in self._held:
-                self._held[name] = (*self._held[name][:2], until)
+                of, slot, before = self._held[name]
+                self._held[name] = (of, slot, max(until, before))  # whoever wanted it for longer is still there
                 counts["renewed"] += 1
         for id, result in zip(wanted, await self._promoter.gather(namespace, wanted[:room]), strict=False):
             if not isinstance(result, Slot):

@@ -72,12 +72,13 @@ class Promoter:
         return [coming.done for (of, id), coming in self._coming.items() if of == namespace.id and id in ids]
 
     def acquire(
-        self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived
+        self, namespace: Namespace, ids: Sequence[bytes], arrived: Arrived, *, waits: bool = True
     ) -> tuple[list[Slot | None], list[int]]:
         """Lease the leading run of ``ids``: slots that can be read now, and indices that are on their way.
 
         ``arrived`` is called exactly once for each such index, always after this returned. Blocks behind the first
-        one that is nowhere are not leased: a prefix has no holes.
+        one that is nowhere are not leased: a prefix has no holes. Without ``waits``, it is not called for blocks that
+        somebody else's wish brings up already.
         """
         host = self._host
         slots = host.acquire(namespace, ids, serving=True)
@@ -89,8 +90,9 @@ class Promoter:
         slots[end:] = [None] * (len(ids) - end)
         pending = absent[:below]
         comings = self._promote(namespace, [ids[index] for index in pending], found)
-        for index, coming in zip(pending, comings, strict=True):
-            self._wait(namespace, ids[index], index, coming, arrived)
+        for index, coming, lower in zip(pending, comings, found, strict=True):
+            if waits or lower is not None:
+                self._wait(namespace, ids[index], index, coming, arrived)
         for index, slot in enumerate(slots):
             if slot is not None and host.unverified(slot):
                 slots[index] = None
@@ -132,7 +134,7 @@ class Promoter:
 
     def prefetch(self, namespace: Namespace, ids: Sequence[bytes]) -> tuple[int, int]:
         """Bring the leading run up without keeping it: blocks in host already, blocks on their way."""
-        slots, pending = self.acquire(namespace, ids, lambda index, result: False)
+        slots, pending = self.acquire(namespace, ids, lambda index, result: False, waits=False)
         held = [slot for slot in slots if slot is not None]
         self._host.release(held)
         return len(held), len(pending)

@@ -1,8 +1,8 @@
 """The engine door's reception: what becomes of a Hello.
 
 Owns the way from a Hello to a session: who it is, what namespace it means, and its note in the state folder. Called by
-the engine door on the event loop. Imports ``access``, ``hello``, ``peers``, ``protocol``, ``sessions``, ``store`` and
-``tiers``.
+the engine door on the event loop. Imports ``access``, ``hello``, ``peers``, ``protocol``, ``sessions``, ``store``,
+``tiers`` and ``wire``.
 """
 
 from functools import partial
@@ -13,10 +13,12 @@ from terracekv.daemon.hello import judge
 from terracekv.daemon.peers import Peer
 from terracekv.daemon.sessions import Session, Sessions
 from terracekv.daemon.store import Store
+from terracekv.daemon.wire import shown
 from terracekv.tiers.errors import TierStuck
 from terracekv.tiers.slots import SlotTable
 
 NAMESPACES_MAX = 4096
+NAME_MAX = 128
 NOTE_S_MAX = 5.0
 """Time for a new namespace to be noted in the state folder."""
 
@@ -56,7 +58,7 @@ class Reception:
             if not self.access.knows(caller):  # taken back meanwhile, when there was no session yet to end
                 return protocol.Refused("credential", f"{caller.name} is not known any more")
         session = self._sessions.start(
-            self._table.next_session(), namespace, hello.shard, hello.pid, hello.engine[:128]
+            self._table.next_session(), namespace, hello.shard, hello.pid, shown(hello.engine, NAME_MAX)
         )
         session.caller, session.peer, session.may_write = caller, peer, may_write
         return session

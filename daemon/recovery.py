@@ -99,7 +99,7 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
         namespaces = Namespaces(state / "namespaces.json")
         secret = read_secret(state / "secret")
         table = SlotTable(slots, arena_bytes=size, slab_bytes=slab, adopt=arena.adopted)
-        host = HostTier(arena, table, namespaces)
+        host = HostTier(arena, table, namespaces, eviction=config.host.eviction)
         if host.adopted_blocks:
             text = f"adopted {host.adopted_blocks} blocks in host"
             journal.info("TKV-ADOPTED", text, blocks=host.adopted_blocks)

@@ -1,7 +1,7 @@
 """Sessions: who is connected, what they lease and reserve, and that it ends with them.
 
-Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers``,
-``access_file``, ``peers`` and ``store``.
+Owns the books of leases and reservations by session. Runs on the event loop. Imports ``tiers``, ``access_file``,
+``demand``, ``peers`` and ``store``.
 
 A session's leases end when it closes. Its reservations do too, but their slots are freed only once its process can no
 longer write: the client holds a lock on a byte of the slot table for that long (``SlotTable.writer_gone``).
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from terracekv.daemon.access_file import Caller
+from terracekv.daemon.demand import Demand
 from terracekv.daemon.peers import Peer
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id
@@ -76,6 +77,10 @@ class Lease:
     slots: dict[int, Slot] = field(default_factory=dict)
     near: dict[int, Slot] = field(default_factory=dict)
     pending: set[int] = field(default_factory=set)
+    coming: int = 0
+    """Blocks that it is still told of, wanted or not any more."""
+    settled: Callable[[object], object] | None = None
+    """Called when none is coming any more."""
     over: bool = False
 
 
@@ -140,6 +145,7 @@ class Sessions:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.open: dict[int, Session] = {}
+        self.demand = Demand(store.host, store.through)
 
     def start(self, number: int, namespace: Namespace, shard: int | None, pid: int, engine: str) -> Session:
         """A connection said who it is."""
@@ -174,11 +180,15 @@ class Sessions:
         if len(session.leases) >= LEASES_MAX:
             raise BadRequest(f"this session holds {LEASES_MAX} leases", "release those that are not read any more")
         namespace = self.current(session)
+        self.demand.leased(session.number, namespace, keys)
         lease = Lease(namespace, session.ids_of(keys))
         session.handles += 1
         handle = session.handles
 
         def came(index: int, result: Slot | Outcome) -> bool:
+            lease.coming -= 1
+            if not lease.coming and lease.settled is not None:
+                lease.settled(lease)
             if lease.over or index not in lease.pending:
                 return False
             lease.pending.discard(index)
@@ -191,6 +201,7 @@ class Sessions:
             slots, pending, lease.near = self._store.acquire_near(namespace, lease.ids, came)
         else:
             slots, pending = self._store.acquire(namespace, lease.ids, came)
+        lease.coming = len(pending)
         leading = sum(slot is not None for slot in slots) + len(pending) + len(lease.near)
         end = leading // session.ids_per_key * session.ids_per_key
         self._store.host.release([slot for slot in slots[end:] if slot is not None])
@@ -221,6 +232,7 @@ class Sessions:
         """Slots to write; see ``Store.reserve``. Only a session with a shard writes."""
         assert session.shard is not None
         namespace = self.current(session)
+        self.demand.stored(session.number, namespace, keys)
         ids = session.ids_of(keys)
         results = self._store.reserve(namespace, ids, session.number)
         slots = {index: slot for index, slot in enumerate(results) if isinstance(slot, Slot)}

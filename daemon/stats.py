@@ -32,6 +32,8 @@ class Stats:
     matched_blocks: int = 0
     matched_tokens: int = 0
     matched: dict[str, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
+    tokens: dict[str, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
+    """``matched`` in tokens: it splits ``matched_tokens``."""
     misses: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in Miss})
     """Lookups by the reason of their first miss."""
     loaded: dict[str, int] = field(default_factory=lambda: {"host": 0, "disk": 0})

@@ -57,6 +57,7 @@ def status_document(
         },
         "lookups": asdict(store.stats),
         "pins": {"blocks": len(store.pins), "bytes": store.pins.bytes, "bytes_max": store.pins.bytes_max},
+        "policies": sessions.demand.policies(),
         "events": {"last": store.events.last, "listeners": store.events.listeners},
         "namespaces": namespaces_document(store),
         "gpu_tier": {"state": gpus.state, "reason": gpus.reason},

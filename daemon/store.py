@@ -80,6 +80,7 @@ class Store:
         self.recent = Recent()
         for lower in self.sources:
             self.stats.matched.setdefault(lower.name, 0)
+            self.stats.tokens.setdefault(lower.name, 0)
             self.stats.loaded.setdefault(lower.name, 0)
         self.promoter = Promoter(
             namespaces=namespaces,
@@ -390,6 +391,7 @@ class Store:
         stats.matched_tokens += found.blocks * namespace.block_tokens
         for tier, blocks in found.split.items():
             stats.matched[tier] += blocks
+            stats.tokens[tier] += blocks * namespace.block_tokens
         if found.reason is not None:
             stats.misses[found.reason] += 1
         self.recent.add(namespace, asked, found)

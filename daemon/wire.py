@@ -1,4 +1,4 @@
-"""Slots, keys and deadlines as they go over the engine door's socket.
+"""Slots, keys, deadlines and words as they go over the engine door's socket.
 
 Pure; called by the engine door on the event loop. Imports ``protocol``, ``sessions`` and ``tiers``.
 """
@@ -33,6 +33,11 @@ def distinct(keys: bytes) -> list[bytes]:
     if len(set(apart)) != len(apart):
         raise BadRequest("the same key twice in one request", "send each block of a chain once")
     return apart
+
+
+def shown(text: str, characters: int) -> str:
+    """What an engine says of itself, fit for the status and for one line of the log."""
+    return "".join(each if each.isprintable() else "?" for each in text[:characters])
 
 
 def within_s(deadline_ms: int) -> float:

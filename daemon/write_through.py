@@ -12,7 +12,7 @@ from itertools import groupby
 from terracekv.daemon.below import Lower
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.stats import Stats
-from terracekv.tiers.eviction import Ghosts
+from terracekv.tiers.eviction import AUTO, Admission
 from terracekv.tiers.host import HostTier
 from terracekv.tiers.journal import Journal
 from terracekv.tiers.namespace import Namespace, Namespaces
@@ -21,9 +21,11 @@ from terracekv.tiers.tier import Outcome
 
 journal = Journal(__name__)
 
-ADMISSIONS = ("all", "second_touch", "on_evict")
-SEEN = 1 << 18
-"""Ids remembered for ``second_touch``: 8 bytes each."""
+RULES = ("all", "second_touch", "on_evict", AUTO)
+SEEN_PER_BLOCK = 4
+"""Ids remembered for ``second_touch``, for each block that the tier has room for: 16 bytes each,"""
+SEEN_MIN, SEEN_MAX = 1 << 12, 1 << 18
+"""but no fewer and no more; as many as this for a tier without a bound."""
 SWEEP_FROM = 0.8
 """``on_evict`` writes once this part of host is taken."""
 SWEEP_BLOCKS = 1024
@@ -32,17 +34,21 @@ SWEEP_BLOCKS = 1024
 
 class WriteThrough:
     """``admission``: ``all`` writes every committed block, ``second_touch`` those that are met again after they were
-    first stored (leased, or stored anew after an eviction), ``on_evict`` those that are about to be evicted. A block
-    whose write was dropped or failed is tried again when it is next used."""
+    first stored (leased, or stored anew after an eviction), ``auto`` follows what a contest says of these two,
+    ``on_evict`` those that are about to be evicted. A block whose write was dropped or failed is tried again when it is
+    next used."""
 
     def __init__(self, *, namespaces: Namespaces, host: HostTier, lower: Lower, stats: Stats) -> None:
-        assert lower.admission in ADMISSIONS
+        assert lower.admission in RULES
         self._namespaces = namespaces
         self._host = host
         self.lower = lower
         self._stats = stats
         self.admission = lower.admission
-        self._seen = Ghosts(SEEN)
+        self._gate = Admission("all" if lower.admission == AUTO else lower.admission, SEEN_MIN)
+        self._smallest = 1 << 62
+        """Slots of the smallest blocks that were met, in bytes."""
+        self._seen = self._gate.seen
         """What is to be written when it is met again: what ``second_touch`` saw once, and what could not be written."""
         self._owing = False
         """Whether any write was dropped or failed yet."""
@@ -62,12 +68,21 @@ class WriteThrough:
             return self._write(namespace, ids)
         if self.admission == "on_evict":
             return [None] * len(ids)
-        admitted = [id for id in ids if self._seen.has(namespace.number, id)]
-        for id in ids:
-            self._seen.add(namespace.number, id)
+        self._make_room(namespace)
+        admitted = self._gate.admits(namespace.number, ids)
         self._count("not_admitted", len(ids) - len(admitted))
         writes = dict(zip(admitted, self._write(namespace, admitted), strict=True))
         return [writes.get(id) for id in ids]
+
+    @property
+    def rule(self) -> str:
+        """The rule in force."""
+        return self._gate.rule
+
+    def follow(self, rule: str) -> None:
+        """Admit by another rule from now on. Only under ``auto``."""
+        assert self.admission == AUTO
+        self._gate.rule = rule
 
     def under_way(self, namespace: Namespace, ids: Collection[bytes]) -> "list[asyncio.Future[Outcome]]":
         """Writes of these blocks that have not ended."""
@@ -89,7 +104,7 @@ class WriteThrough:
 
     def touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
         """Blocks of host were used again: what is due is written, also what was dropped while the tier was down."""
-        if not self.lower.writable or not (self._owing or self.admission == "second_touch"):
+        if not self.lower.writable or not (self._owing or self.rule == "second_touch"):
             return
         again = [id for id in ids if self._seen.has(namespace.number, id)]
         for id in again:
@@ -177,6 +192,18 @@ class WriteThrough:
         elif outcome in (Outcome.FAILED, Outcome.FULL, Outcome.QUOTA):
             self._count("writes_failed", 1)
             self._owe(namespace, [id])
+
+    def _make_room(self, namespace: Namespace) -> None:
+        """Remember as much as blocks of this size ask for. What was remembered until now is forgotten."""
+        size = slot_bytes_for(namespace.block_bytes)
+        if size >= self._smallest:
+            return
+        self._smallest = size
+        capacity = self.lower.tier.status().capacity_bytes
+        slots = SEEN_PER_BLOCK * capacity // size if capacity else SEEN_MAX
+        if (slots := min(SEEN_MAX, slots)) > self._gate.slots:
+            self._gate = Admission(self.rule, slots)
+            self._seen = self._gate.seen
 
     def _dropped(self, namespace: Namespace, ids: Sequence[bytes], size: int) -> None:
         self._count("writes_dropped", len(ids))

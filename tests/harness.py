@@ -142,7 +142,12 @@ class Daemon:
     def stop(self) -> None:
         """SIGSTOP, and wait until no thread of it runs any more."""
         self.signal(signal.SIGSTOP)
-        until(lambda: _state(self.pid) == "T", "the daemon stops")
+
+        def stopped() -> bool:
+            assert self.alive, f"the daemon had ended with {self.wait()}:\n{self.tail()}"
+            return _state(self.pid) == "T"
+
+        until(stopped, "the daemon stops")
 
     def cont(self) -> None:
         self.signal(signal.SIGCONT)

@@ -30,14 +30,14 @@ BLOCK = PAGE - 96
 class Host(HostTier):
     """A host tier whose parts a test may look at, with a namespace to put blocks in."""
 
-    def __init__(self, folder: Path, slabs: int) -> None:
+    def __init__(self, folder: Path, slabs: int, eviction: str = "lru") -> None:
         path = folder / "slots"
         size = slabs * SLAB
         fits = table_fits(path, arena_bytes=size, slab_bytes=SLAB)
         self.arena = Arena(folder, size_bytes=size, slab_bytes=SLAB, adopt=fits)
         self.table = SlotTable(path, arena_bytes=size, slab_bytes=SLAB, adopt=self.arena.adopted)
         self.namespaces = Namespaces(folder / "namespaces.json")
-        super().__init__(self.arena, self.table, self.namespaces)
+        super().__init__(self.arena, self.table, self.namespaces, eviction=eviction)
         self.arena.prepare()
         self.namespace = registered(self.namespaces, 1, BLOCK)
 

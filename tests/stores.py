@@ -72,7 +72,7 @@ class World:
     """Everything below the doors."""
 
     def __init__(self, shm: Path, folder: Path, *, slabs: int, shards: int, **options: Any) -> None:
-        self.host = Host(shm, slabs)
+        self.host = Host(shm, slabs, options.get("eviction", "lru"))
         if shards > 1:
             many = replace(self.host.namespace, id=bytes([shards]) * 32, model="sharded", shards=shards)
             self.host.namespace = self.host.namespaces.register(many)

@@ -332,6 +332,7 @@ def test_version_and_help_need_nothing(shm_dir: Path) -> None:
         verb in page
         for verb in ("serve", "status", "health", "lookup", "flush", "pin", "unpin", "doctor", "verify", "config")
     )
+    assert "whatif" in page and "simulate" in page
     assert "..." not in page.partition("Commands:")[2], "a summary that is cut says less than a short one"
 
 

@@ -141,6 +141,16 @@ def test_one_event_is_one_line(said: tuple[Journal, list[logging.LogRecord]]) ->
     assert shown == told | {"from": "terracekv.test_events"}
 
 
+def test_what_follows_a_line_is_indented_and_what_cannot_be_shown_is_escaped(
+    said: tuple[Journal, list[logging.LogRecord]],
+) -> None:
+    journal, records = said
+    forged = "2026-01-01T00:00:00.000Z ERROR TKV-DAMAGED everything is lost"
+    journal.warning("TKV-PIN", f"before\n{forged}\x1b[2J\r\nafter")
+    _, second, third = Lines(as_json=False).format(records[0]).split("\n")
+    assert (second, third) == (f"  {forged}\\x1b[2J\\r", "  after")
+
+
 def test_a_traceback_is_a_field_of_its_line_in_json(said: tuple[Journal, list[logging.LogRecord]]) -> None:
     journal, records = said
     try:

@@ -1,5 +1,9 @@
-"""Which block goes next: the least recently used, tail before head; and what is remembered of those that went."""
+"""Which block goes next: the least recently or least often used, tail before head; what may come in, and what is
+remembered of those that went."""
 
+import hashlib
+import itertools
+import math
 import random
 
 import pytest
@@ -7,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terracekv.tests.blocks import name
-from terracekv.tiers.eviction import Ghosts, TailFirst
+from terracekv.tiers.eviction import Admission, ByWeight, Ghosts, Order, TailFirst, Turnover
 
 CHAIN = [name(index) for index in range(6)]
 
@@ -129,7 +133,125 @@ def test_ghosts_take_no_more_memory_the_more_they_see() -> None:
     seen = [name(dice.getrandbits(64)) for _ in range(20_000)]
     for id in seen:
         ghosts.add(7, id)
-    assert ghosts._table.itemsize * len(ghosts._table) == 8 << 10
-    assert sum(ghosts.has(7, id) for id in seen[-100:]) > 85
+    assert ghosts._table.itemsize * len(ghosts._table) == 16 << 10
+    assert sum(ghosts.has(7, id) for id in seen[-100:]) > 95
     assert sum(ghosts.has(7, id) for id in seen) <= 1 << 10
     assert not any(ghosts.has(7, name(dice.getrandbits(64))) for _ in range(2_000))
+
+
+def test_ghosts_remember_no_longer_than_they_are_to() -> None:
+    """What is older than so many others is a stranger again, though its entry may still stand there."""
+    ghosts = Ghosts(64)
+    ids = [hashlib.sha256(b"%d" % number).digest() for number in range(1000)]
+    for id in ids:
+        ghosts.add(7, id)
+    assert not any(ghosts.has(7, id) for id in ids[:-64])
+    ghosts.clear()
+    assert not any(ghosts.has(7, id) for id in ids)
+
+
+def test_what_is_used_often_outlives_what_was_used_last() -> None:
+    order = ByWeight(Turnover(1 << 20), 1)
+    often, late = CHAIN[:2], CHAIN[2:4]
+    for index, id in enumerate(often + late):
+        order.insert(id, index, 0)
+    for _ in range(3):
+        order.touch(often, 0)
+    order.touch(late, 0)
+    assert order.ids() == late[::-1] + often[::-1]
+
+
+def test_a_weight_fades_with_what_comes_in() -> None:
+    """Ten turnovers later, a block that was used five times goes before one that was used once."""
+    turnover = Turnover(8)
+    order = ByWeight(turnover, 1)
+    order.insert(CHAIN[0], 0, 0)
+    for _ in range(5):
+        order.touch(CHAIN[:1], 0)
+    for number in range(80):
+        order.insert(name(100 + number), 1, 0)
+        order.discard(name(100 + number))
+    order.insert(CHAIN[1], 1, 0)
+    assert order.ids() == [CHAIN[0], CHAIN[1]]
+
+
+def test_weights_of_two_orders_of_one_tier_compare() -> None:
+    turnover = Turnover(100)
+    small, large = ByWeight(turnover, 1), ByWeight(turnover, 50)
+    small.insert(CHAIN[0], 0, 0)
+    large.insert(CHAIN[1], 0, 0)
+    small.insert(CHAIN[2], 0, 0)
+    first, second = small.oldest(), large.oldest()
+    assert first is not None and second is not None and first[2] < second[2]
+    small.touch(CHAIN[:1], 0)
+    again = small.oldest()
+    assert again is not None and again[0] == CHAIN[2]
+
+
+def test_frequency_that_counts_no_longer_keeps_nothing_alive() -> None:
+    turnover = Turnover(4)
+    order = ByWeight(turnover, 1)
+    for id in CHAIN[:2]:
+        order.insert(id, 0, 0)
+    for _ in range(50):
+        order.touch(CHAIN[:1], 0)
+    turnover.frequency = False
+    order.level()
+    order.insert(CHAIN[2], 0, 0)
+    assert order.ids() == [CHAIN[1], CHAIN[0], CHAIN[2]]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["insert", "touch", "discard", "spare"]), st.integers(0, 5), st.integers(0, 5)))
+)
+def test_by_weight_without_frequency_is_least_recently_used(steps: list[tuple[str, int, int]]) -> None:
+    turnover = Turnover(3, frequency=False)
+    orders: list[Order] = [ByWeight(turnover, 1), TailFirst()]
+    for tick, (verb, start, end) in enumerate(steps):
+        id = CHAIN[start]
+        for order in orders:
+            if verb == "insert" and id not in order:
+                order.insert(id, start, tick)
+            elif verb == "touch":
+                order.touch(CHAIN[start:end], tick)
+            elif verb == "discard":
+                order.discard(id)
+            elif verb == "spare" and id in order:
+                order.spare(id)
+    ours, plain = orders
+    assert ours.ids() == plain.ids() and len(ours) == len(plain)
+    assert dict(ours.places()) == dict(plain.places()) and ours.leading(CHAIN) == plain.leading(CHAIN)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["insert", "touch", "discard"]), st.integers(0, 5), st.integers(0, 5))),
+)
+def test_an_order_by_weight_is_that_of_the_weights(steps: list[tuple[str, int, int]]) -> None:
+    """Beside a dict of plain sums: no block goes before one that weighs clearly less."""
+    order, uses, now = ByWeight(Turnover(4), 1), dict[bytes, list[float]](), 0.0
+    for verb, start, end in steps:
+        id = CHAIN[start]
+        if verb == "insert" and id not in uses:
+            now += 1 / 4
+            order.insert(id, 0, 0)
+            uses[id] = [now]
+        elif verb == "touch":
+            order.touch(CHAIN[start:end], 0)
+            for each in CHAIN[start:end]:
+                if each in uses:
+                    uses[each].append(now)
+        elif verb == "discard":
+            assert (order.discard(id) is None) == (uses.pop(id, None) is None)
+    weights = [math.log(sum(math.exp(at) for at in uses[id])) for id in order.ids()]
+    assert len(weights) == len(uses)
+    assert all(after > before - 0.02 for before, after in itertools.pairwise(weights))
+
+
+def test_a_second_touch_admits_a_chain_up_to_the_last_block_that_was_met() -> None:
+    """Even if the memory of one in between has faded: behind a hole nothing can be used."""
+    gate = Admission("second_touch", 64)
+    assert gate.admits(7, CHAIN[:4]) == []
+    gate.seen.discard(7, CHAIN[1])
+    assert gate.admits(7, CHAIN) == CHAIN[:4]
+    gate.rule = "all"
+    assert gate.admits(7, CHAIN) == CHAIN

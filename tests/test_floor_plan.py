@@ -37,6 +37,7 @@ LIBRARIES = {
     "cryptography": {"tiers/seal.py"},
     "cupy": {"kernels/cuda.py"},
     "lmdb": {"tiers/catalog.py"},
+    "matplotlib": {"daemon/simulate.py"},
     "msgspec": {
         "connector/connection.py",
         "daemon/access_file.py",
@@ -58,7 +59,7 @@ LIBRARIES = {
     "numpy": {"kernels/host.py", "kernels/planes.py"},
     "prometheus_client": {"connector/vllm_metrics.py", "daemon/metrics.py"},
     "pynvml": {"tiers/nvml.py"},
-    "rich": {"daemon/cli_status.py"},
+    "rich": {"daemon/cli_simulate.py", "daemon/cli_status.py"},
     "torch": {"connector/transformers.py", "connector/vllm.py"},
     "transformers": {"connector/transformers.py"},
     "typer": {"daemon/cli.py"},
@@ -171,7 +172,7 @@ def test_a_library_has_one_module(path: Path) -> None:
 def test_the_table_of_libraries_is_that_of_the_packaging() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    shipped = ("transformers", "s3", "encryption", "gpu", "gpu-cuda12")
+    shipped = ("transformers", "s3", "encryption", "gpu", "gpu-cuda12", "plot")
     wanted = {*project["dependencies"], *(name for extra in shipped for name in extras[extra])}
     names = {re.split(r"[<>=!~ ;]", entry)[0].replace("-", "_") for entry in wanted}
     assert {IMPORTED_AS.get(name, name) for name in names} == set(LIBRARIES) - ENGINES

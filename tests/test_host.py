@@ -135,6 +135,15 @@ def test_a_chain_never_evicts_itself(shm_dir: Path) -> None:
         assert host.leading(host.namespace, CHAIN) == 4
 
 
+def test_the_same_keys_in_another_namespace_are_no_part_of_a_chain(shm_dir: Path) -> None:
+    """Nobody keeps a chain from being stored by having stored its keys elsewhere before."""
+    with host_in(shm_dir) as host:
+        other = registered(host.namespaces, 2, BLOCK)
+        host.put_chain(other, CHAIN[:SLOTS])
+        assert host.put_chain(host.namespace, CHAIN[:SLOTS]) == [STORED] * SLOTS
+        assert host.leading(other, CHAIN) == 0
+
+
 @pytest.mark.fault(6)
 def test_what_has_no_room_is_refused_by_name_and_the_rest_proceeds(shm_dir: Path) -> None:
     with host_in(shm_dir) as host:

@@ -40,6 +40,7 @@ ROUTES = {
     "/v1/status": {"GET"},
     "/v1/unpin": {"POST"},
     "/v1/sync": {"POST"},
+    "/v1/whatif": {"GET"},
 }
 
 

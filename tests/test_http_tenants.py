@@ -41,6 +41,7 @@ WANTED = {
     ("GET", "/v1/events"): "read",
     ("GET", "/v1/live"): "read",
     ("GET", "/metrics"): "metrics",
+    ("GET", "/v1/whatif"): "metrics",
     ("GET", "/openapi.json"): "read",
     ("GET", "/"): None,
     ("GET", "/page/{file}"): None,

@@ -10,7 +10,7 @@ import pytest
 from terracekv.daemon import metrics
 from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.stats import Stats
-from terracekv.tests.people import BLOCK_BYTES, MODEL, People, fetch, keys_of, people, served, url
+from terracekv.tests.people import BLOCK_BYTES, BLOCK_TOKENS, MODEL, People, fetch, keys_of, people, served, url
 from terracekv.tiers.block import block_id
 from terracekv.tiers.nvml import FIELDS, Gpu, Survey
 from terracekv.tiers.tier import Miss
@@ -48,7 +48,7 @@ async def test_every_series_is_there_before_any_traffic_and_no_other_comes_with_
 
 
 def test_every_count_of_the_store_is_a_series() -> None:
-    labelled = {"matched", "misses", "loaded"}
+    labelled = {"matched", "tokens", "misses", "loaded"}
     assert set(Stats.__slots__) - labelled == metrics.COUNTERS.keys() == metrics.NAMES.keys()
 
 
@@ -75,6 +75,10 @@ async def test_hits_are_counted_against_what_was_asked_and_the_tiers_add_up(peop
     assert series["terracekv_lookup_found_blocks_total"] == 4
     split = [series[f'terracekv_lookup_matched_blocks_total{{tier="{tier}"}}'] for tier in ("host", "disk")]
     assert split == [3, 1]
+    tokens = [series[f'terracekv_lookup_matched_tokens_total{{tier="{tier}"}}'] for tier in ("host", "disk")]
+    assert tokens == [3 * BLOCK_TOKENS, BLOCK_TOKENS]
+    assert sum(tokens) == series["terracekv_lookup_found_tokens_total"]
+    assert series["terracekv_lookup_asked_tokens_total"] == 10 * BLOCK_TOKENS
     assert series['terracekv_lookup_misses_total{reason="absent"}'] == 1
 
 
@@ -89,6 +93,9 @@ async def test_what_tiers_hold_and_did_is_in_their_series(people: People) -> Non
     assert series["terracekv_pinned_blocks"] == series["terracekv_host_leased_blocks"] == 1
     assert series["terracekv_written_blocks_total"] == 3
     assert series['terracekv_tier_bandwidth_measured{direction="read",tier="disk"}'] == 0
+    moved = 'terracekv_tier_{}_total{{direction="{}",tier="disk"}}'
+    assert [series[moved.format("moved_bytes", way)] for way in ("read", "write")] == [0, 3 * BLOCK_BYTES]
+    assert series[moved.format("busy_seconds", "read")] == 0 < series[moved.format("busy_seconds", "write")]
     assert series["terracekv_namespaces"] == 1
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from terracekv.daemon.pins import TTL_S_MAX
+from terracekv.tests.blocks import registered
 from terracekv.tests.hosts import SLOTS
 from terracekv.tests.stores import SLOT, World, Worlds, ids_of, key, opened_worlds
 
@@ -25,7 +26,8 @@ def test_a_pin_holds_until_it_is_ended_or_its_time_is_over(worlds: Worlds, monke
         assert w.store.pins.bytes == 2 * SLOT
         await w.put(*range(10, 20))
         assert w.store.lookup(w.namespace, [key(1), key(2)]).per_tier["host"] == 2
-        assert w.store.pins.unpin(w.namespace, ids_of(1)) == 1 and w.store.pins.unpin(w.namespace, ids_of(1)) == 0
+        assert w.store.pins.unpin(w.namespace, ids_of(1)) == 1
+        assert w.store.pins.unpin(w.namespace, ids_of(1)) == 0
         now[0] += 59
         w.store.pins.expire()
         assert len(w.store.pins) == 1
@@ -58,6 +60,20 @@ def test_pins_take_at_most_their_share_even_when_asked_for_at_once(worlds: World
         await w.balanced()
         await w.store.flush(w.namespace)
         assert len(w.store.pins) == 0 == w.store.pins.bytes and w.host.leases() == {}
+
+    worlds.run(story)
+
+
+def test_nobody_ends_a_pin_by_another_nor_by_the_same_keys_in_another_namespace(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        other = registered(w.host.namespaces, 7, w.namespace.block_bytes)
+        await w.put(1)
+        assert (await w.store.pins.pin(w.namespace, ids_of(1), 1000))["pinned"] == 1
+        assert (await w.store.pins.pin(other, ids_of(1), -1))["renewed"] == 0
+        assert (await w.store.pins.pin(w.namespace, ids_of(1), -1))["renewed"] == 1
+        w.store.pins.expire()
+        assert w.store.pins.unpin(other, ids_of(1)) == 0 and len(w.store.pins) == 1
+        assert w.store.pins.end(other) == 0 and w.store.pins.end(w.namespace) == 1
 
     worlds.run(story)
 

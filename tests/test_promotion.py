@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from terracekv.tests.blocks import payload_of
+from terracekv.tests.blocks import payload_of, registered
 from terracekv.tests.hosts import BLOCK, SLOTS
 from terracekv.tests.stores import Arrivals, World, Worlds, ids_of, key, opened_worlds
 from terracekv.tiers import failpoint
@@ -31,6 +31,24 @@ def test_many_who_wait_for_a_block_cause_one_read_and_all_get_it(worlds: Worlds)
         for arrivals in waiting:
             assert w.right(arrivals.came[0], ids_of(1)[0]) and w.right(arrivals.came[1], ids_of(2)[0])
             w.host.release(arrivals.slots)
+
+    worlds.run(story)
+
+
+def test_nobody_waits_for_another_namespaces_block_of_the_same_name(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        other = registered(w.host.namespaces, 7, BLOCK)
+        await w.only_on_disk(1)
+        assert w.disk
+        w.disk.reading.clear()
+        arrivals, none = Arrivals(), Arrivals()
+        assert w.store.acquire(w.namespace, ids_of(1), arrivals) == ([None], [0])
+        assert w.store.acquire(other, ids_of(1), none) == ([None], [])
+        assert not w.store.promoter.under_way(other, ids_of(1)) and w.store.promoter.coming == 1
+        w.disk.reading.set()
+        await w.idle()
+        assert w.right(arrivals.came[0], ids_of(1)[0]) and not none.came
+        w.host.release(arrivals.slots)
 
     worlds.run(story)
 

@@ -70,6 +70,14 @@ def test_what_is_left_of_a_chain_is_refused_and_what_is_leased_stays(shm_dir: Pa
         host.check()
 
 
+def test_the_same_keys_in_another_namespace_of_the_tenant_make_room_as_any_others(shm_dir: Path) -> None:
+    with host_in(shm_dir, 4) as host:
+        red, also_red = owned(host.namespaces, 11, "red"), owned(host.namespaces, 13, "red")
+        host.shares.limits = {"red": 3 * PAGE}
+        assert host.put_chain(also_red, CHAIN[:3]) == host.put_chain(red, CHAIN[:3]) == [STORED] * 3
+        assert listed(host, red) == [0, 1, 2] and listed(host, also_red) == []
+
+
 @pytest.mark.parametrize("limit", [0, PAGE - 1])
 def test_a_tenant_without_room_for_one_block_stores_nothing_and_loses_nothing(shm_dir: Path, limit: int) -> None:
     with host_in(shm_dir) as host:

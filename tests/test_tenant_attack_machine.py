@@ -5,6 +5,7 @@ log. As in ``test_tenant_attack``, each attack must fail, and what its victim do
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from terracekv.connector.client import Loaded, Stored
 from terracekv.daemon import protocol
 from terracekv.daemon.protocol import Found, Lookup, Refused
 from terracekv.tests.harness import hello, until
-from terracekv.tests.intruders import ATTACKER, BIG, FILE, TENANTS, VICTIM, both, engine, events, hear_of, two_tenants
+from terracekv.tests.intruders import ATTACKER, FILE, TENANTS, VICTIM, both, engine, events, hear_of, two_tenants
 from terracekv.tests.test_strangers import NOBODY, as_root, as_stranger, public  # noqa: F401
 
 
@@ -58,17 +59,17 @@ def test_no_file_is_open_to_other_users(shm_dir: Path, tmp_path: Path) -> None:
 
 def test_no_name_that_an_engine_gives_looks_like_an_event_in_the_log(shm_dir: Path, tmp_path: Path) -> None:
     forged = "2026-01-01T00:00:00.000Z ERROR TKV-DAMAGED everything is lost"
-    with two_tenants(shm_dir, tmp_path, daemon__queue="64KiB") as daemon:
-        model = f"before\n{forged}\x1b[2J\r\nafter"
-        with engine(daemon, "attacker", BIG, model=model) as attacker, engine(daemon, "victim", BIG) as victim:
-            for mine in (attacker, victim):
-                assert mine.put(mine.chain(1, 1)).stored == 1
-            until(
-                lambda: "no block of m (namespace" in daemon.tail(1000), "the daemon says that its queue is too small"
-            )
+    with two_tenants(shm_dir, tmp_path) as daemon:
+        for name in ("model", "revision", "dtype"):
+            lie: dict[str, Any] = {name: f"before\n{forged}\x1b[2J\r\nafter"}
+            with daemon.wire() as attacker:
+                answer = attacker.ask(hello(credential=ATTACKER.encode(), **lie))
+                assert isinstance(answer, Refused) and answer.field == name
+        with engine(daemon, "victim") as victim:
+            assert victim.put(victim.chain(1, 1)).stored == 1
         lines = daemon.tail(1000).split("\n")
-        assert f"  {forged}\\x1b[2J\\r" in lines and forged not in lines
-        assert all(line.isprintable() for line in lines)
+        assert sum("TKV-REFUSED" in line for line in lines) == 3
+        assert not any("everything is lost" in line for line in lines) and all(line.isprintable() for line in lines)
 
 
 @as_root

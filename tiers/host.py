@@ -25,8 +25,8 @@ class HostTier(SlotTier):
 
     name = "host"
 
-    def __init__(self, arena: Arena, table: SlotTable, namespaces: Namespaces) -> None:
-        super().__init__(table, namespaces)
+    def __init__(self, arena: Arena, table: SlotTable, namespaces: Namespaces, *, eviction: str = "lru") -> None:
+        super().__init__(table, namespaces, eviction=eviction)
         self._arena = arena
         self._orphans: dict[int, list[int]] = {}
         self._unverified: set[int] = set()

@@ -1,8 +1,8 @@
 """A tier whose blocks lie in slots: who may write them, who reads them, and which sealed one goes next.
 
-Owns the slot table, reservations, leases and the order of eviction; of the bytes in the slots it knows nothing: they
+Owns nothing beside the books that it is built on (``slot_books.py``); of the bytes in the slots it knows nothing: they
 are its heirs' (``host.py``, ``gpu.py``). Called by the daemon's event loop and its workers; one lock, held for
-microseconds, never over I/O or a copy. Imports ``audit``, ``eviction``, ``namespace``, ``shares``, ``slots`` and
+microseconds, never over I/O or a copy. Imports ``audit``, ``eviction``, ``namespace``, ``slot_books``, ``slots`` and
 ``tier``.
 
 Beyond the contract of ``tier.py`` it has the two-phase verbs: ``reserve`` -> ``commit`` or ``abort`` (write) and
@@ -10,43 +10,24 @@ Beyond the contract of ``tier.py`` it has the two-phase verbs: ``reserve`` -> ``
 while leased: gone for lookups, freed by the last release).
 """
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from terracekv.tiers.audit import Audit, slab_after
-from terracekv.tiers.eviction import Space, TailFirst, next_of, oldest_of
-from terracekv.tiers.namespace import Namespace, Namespaces
-from terracekv.tiers.shares import Shares
-from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
-from terracekv.tiers.tier import Counters, Outcome
+from terracekv.tiers.eviction import AUTO, ByWeight, Space, next_of, oldest_of
+from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.slot_books import SlotBooks
+from terracekv.tiers.slots import RECORD_BYTES, Slot, State
+from terracekv.tiers.tier import Outcome
 
 DAEMON = 0
 """The session number under which the daemon itself writes slots (promotion, HTTP)."""
 BATCH = 128
 
 
-class SlotTier:
+class SlotTier(SlotBooks):
     """What host and gpu have in common. An heir says which slabs are ready, and moves the bytes: ``put``, ``_read``."""
 
     name: str
-
-    def __init__(self, table: SlotTable, namespaces: Namespaces) -> None:
-        self._table = table
-        self._namespaces = namespaces
-        self._lock = threading.RLock()
-        self._spaces: dict[int, Space] = {}
-        self._leases: dict[int, int] = {}
-        self._writing: dict[int, int] = {}
-        self._written_for: dict[int, bytes] = {}
-        """Of the slots being written, for which namespace; of those that an earlier daemon gave out nobody knows."""
-        self.shares = Shares(namespaces)
-        self._doomed: set[int] = set()
-        self._tick = 0
-        self._closed = False
-        self.counters = Counters()
-        self.on_evict: Callable[[Namespace, list[bytes], str], None] = lambda namespace, ids, reason: None
-        """Called under the lock, with what left and why (capacity, quota, flush, delete, damaged); must be quick."""
 
     def leading(self, namespace: Namespace, ids: Sequence[bytes]) -> int:
         """See ``Tier.leading``. O(1) a block."""
@@ -119,6 +100,25 @@ class SlotTier:
             if (space := self._spaces.get(namespace.stamp)) is not None:
                 self._tick += 1
                 space.order.touch(chain, self._tick)
+
+    def follow(self, eviction: str) -> None:
+        """Evict by another rule from now on. Only under ``auto``."""
+        assert self.auto
+        with self._lock:
+            self._turnover.frequency = eviction == "frequency"
+            for space in self._spaces.values():
+                if isinstance(space.order, ByWeight) and not self._turnover.frequency:
+                    space.order.level()
+
+    @property
+    def auto(self) -> bool:
+        """Whether the rule may be changed."""
+        return self._eviction == AUTO
+
+    @property
+    def eviction(self) -> str:
+        """The rule in force."""
+        return "frequency" if self._turnover.frequency else "lru"
 
     def next_out(self, count: int) -> list[tuple[Namespace, bytes]]:
         """The next ``count`` blocks to go when room is needed, the very next first."""
@@ -212,35 +212,6 @@ class SlotTier:
                     self._spaces.pop(namespace.stamp, None)
                     return dropped
 
-    def check(self) -> None:
-        """See ``Tier.check``."""
-        with self._lock:
-            self._table.check()
-            listed = set()
-            for stamp, space in self._spaces.items():
-                assert stamp == space.namespace.stamp
-                for id, place in space.order.places():
-                    held = self._table.sealed(place * RECORD_BYTES)
-                    assert (held.block, held.namespace, held.epoch) == (id, space.namespace.id, space.namespace.epoch)
-                    listed.add(held.record)
-            states = {record: self._table.state(record) for record in self._table.occupied()}
-            sealed = {record for record, state in states.items() if state is not State.WRITING}
-            assert sealed == listed | self._doomed and not listed & self._doomed, "sealed slots are not those listed"
-            assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
-            assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
-            assert min(self._leases.values(), default=1) > 0
-            self._check_shares(sealed)
-
-    def _check_shares(self, sealed: set[int]) -> None:
-        """What namespaces are said to hold is what the slots say."""
-        assert self._written_for.keys() <= self._writing.keys()
-        held: Counter[bytes] = Counter()
-        for record in sealed:
-            held[self._table.sealed(record).namespace] += self._table.slot_bytes(record)
-        for record, owner in self._written_for.items():
-            held[owner] += self._table.slot_bytes(record)
-        assert held == self.shares.held, f"namespaces hold {held}, counted {self.shares.held}"
-
     def audit(self, after: str | None) -> Audit:
         """Check the bytes of the blocks of one slab; wrong ones are dropped. Takes as long as to hash a slab."""
         slab = slab_after(after, self._table.slabs)
@@ -267,29 +238,6 @@ class SlotTier:
                 found.wrong[held.block.hex()] = f"its bytes in {self.name} are not those that were stored: {outcome}"
         return found
 
-    def leases(self) -> dict[int, int]:
-        """Leases held, by slot record: what the sessions' books must add up to."""
-        with self._lock:
-            return dict(self._leases)
-
-    def _space(self, namespace: Namespace, block_bytes: int) -> Space:
-        if (space := self._spaces.get(namespace.stamp)) is None:
-            space = self._spaces[namespace.stamp] = Space(namespace, slot_bytes_for(block_bytes), TailFirst())
-        return space
-
-    def _seal(self, namespace: Namespace, id: bytes, slot: Slot, digest: int) -> Outcome:
-        assert slot.record in self._writing, "commit of a slot that is not being written"
-        space = self._space(namespace, namespace.block_bytes)
-        if present := id in space.order:
-            self._free(slot.record)
-        else:
-            self._table.seal(slot, id, namespace.id, namespace.epoch, namespace.block_bytes, digest)
-            space.order.insert(id, slot.record // RECORD_BYTES, self._tick)
-            self.counters.puts += 1
-            self.counters.put_bytes += namespace.block_bytes
-            del self._writing[slot.record], self._written_for[slot.record]
-        return Outcome.PRESENT if present else Outcome.STORED
-
     def _make_own_room(self, space: Space, wanted: int, keep: set[bytes]) -> int:
         """Where the tenant has a quota: evict blocks of its own, as few as will do, until ``wanted`` more slots are
         within it, or nothing of its that is not in ``keep`` can go; how many are."""
@@ -302,7 +250,7 @@ class SlotTier:
         held, spared = self.shares.of(tenant), 0
         while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)) and spared <= len(self._leases):
             victim, id, place = oldest
-            if id in keep:
+            if victim is space and id in keep:
                 break
             if place * RECORD_BYTES in self._leases:
                 victim.order.spare(id)
@@ -321,7 +269,7 @@ class SlotTier:
                 return
             victim, id, place = oldest
             record = place * RECORD_BYTES
-            if id in keep:
+            if victim is space and id in keep:
                 return
             if victim.slot_bytes == space.slot_bytes:
                 if record not in self._leases:
@@ -346,25 +294,6 @@ class SlotTier:
             self._drop(space, [held.block], "capacity")
         return True
 
-    def _drop(self, space: Space | None, ids: Sequence[bytes], reason: str) -> int:
-        if space is None:
-            return 0
-        gone = []
-        for id in ids:
-            if (place := space.order.discard(id)) is None:
-                continue
-            gone.append(id)
-            record = place * RECORD_BYTES
-            if record in self._leases:
-                self._doomed.add(record)
-                self._table.doom(record)
-            else:
-                self._free(record)
-        if gone:
-            self.counters.evictions[reason] = self.counters.evictions.get(reason, 0) + len(gone)
-            self.on_evict(space.namespace, gone, reason)
-        return len(gone)
-
     def _read(self, namespace: Namespace, id: bytes, slot: Slot, into: memoryview) -> Outcome:
         """Copy a leased slot's payload out: HIT, DAMAGED once ``_damaged`` was told, or FAILED."""
         raise NotImplementedError
@@ -376,16 +305,6 @@ class SlotTier:
             space = self._spaces.get(namespace.stamp)
             if space is not None and space.order.get(id) == slot.record // RECORD_BYTES:
                 self._drop(space, [id], "damaged")
-
-    def _free(self, record: int) -> None:
-        """Under the lock: the slot is nobody's."""
-        if self._writing.pop(record, None) is None:
-            owner: bytes | None = self._table.sealed(record).namespace
-        else:
-            owner = self._written_for.pop(record, None)
-        if owner is not None:
-            self.shares.count(owner, -self._table.slot_bytes(record))
-        self._table.free(record)
 
     def _examine(self, namespace: Namespace, id: bytes, slot: Slot) -> Outcome:
         """Whether a leased slot's bytes are right: HIT; if not, the block is dropped."""

@@ -86,6 +86,20 @@ def test_namespaces_never_see_each_others_blocks(tier: Tier, namespaces: Namespa
     assert get(tier, namespace, name(1))[0] is Outcome.HIT
 
 
+def test_who_names_anothers_block_changes_nothing_for_it(
+    tier: Tier, namespaces: Namespaces, namespace: Namespace
+) -> None:
+    """Ids are what engines send: nobody but their chain keeps them from being another namespace's."""
+    other = registered(namespaces, 2)
+    put(tier, namespace, name(1))
+    assert put(tier, other, name(1)) is Outcome.STORED
+    assert get(tier, other, name(1)) == (Outcome.HIT, payload_of(name(1), other.id))
+    assert get(tier, namespace, name(1)) == (Outcome.HIT, payload_of(name(1), namespace.id))
+    tier.delete(other, [name(1)])
+    assert tier.leading(other, [name(1)]) == 0
+    assert get(tier, namespace, name(1)) == (Outcome.HIT, payload_of(name(1), namespace.id))
+
+
 def test_more_than_fits_is_stored_by_evicting(tier: Tier, namespace: Namespace) -> None:
     if not tier.status().capacity_bytes:
         pytest.skip("this tier has no bound of its own")

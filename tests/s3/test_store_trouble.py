@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from terracekv.daemon.sessions import tenant_salt
+from terracekv.tests.blocks import registered
 from terracekv.tests.s3_cluster import CHAIN, KEYS, RETURN_S, Cluster, come, loaded, opened_cluster
 from terracekv.tests.stores import SLOT, ids_of, key
 from terracekv.tiers.block import block_id, namespace_id
@@ -94,6 +95,26 @@ def test_the_server_dies_during_stores_and_loads_and_comes_back(cluster: Cluster
             await a.idle()
             there = [a.far.has(a.namespace, ids_of(index)[0]) for index in (30, 31, 32, 33)]
             assert there == [False, True, True, False], "what was dropped is written when it is next used"
+
+    cluster.run(story)
+
+
+def test_what_another_namespace_has_in_the_bucket_makes_no_block_durable(cluster: Cluster) -> None:
+    async def story(c: Cluster) -> None:
+        async with c.node("a", slabs=8) as a:
+            other = registered(a.host.namespaces, 7, a.namespace.block_bytes)
+            liar = a.sessions.start(a.host.table.next_session(), other, 0, 0, "with another's keys")
+            assert await a.put(20, session=liar, durable=True) == [20] and a.far.keeps(other, ids_of(20)[0])
+            c.stub.go()
+            session = a.session()
+            handle, slots = a.sessions.reserve(session, [key(20)])
+            a.fill(slots, ids_of(20))
+            assert await a.sessions.commit(session, handle, [0], True) == ([0], [])
+            await a.store.delete(other, ids_of(20))
+            assert not a.far.keeps(other, ids_of(20)[0])
+            a.sessions.close(session)
+            a.sessions.close(liar)
+            c.stub.come_back()
 
     cluster.run(story)
 

@@ -136,6 +136,9 @@ class Soak:
             self._read_journals()
             self._verify_durable()
             self._census()
+        except BaseException as error:
+            error.add_note(f"failpoints: {self.daemon.failpoints!r}; the daemon's log ends:\n{self.daemon.tail(60)}")
+            raise
         finally:
             self._calm.set()
             outages.join()

@@ -1,0 +1,76 @@
+"""The lookup log: what engines asked for, a line of JSON each, as ``terracekv simulate`` reads it.
+
+Owns the file. ``add`` is called on the event loop, ``write`` in a worker; between them lines wait in memory. Imports
+``tiers``. Lines have the form of the Mooncake traces: block hashes as numbers, here 48 bits of each key, from which
+nobody can tell what was asked; who has a prompt can tell whether it was, so only the daemon's user may read the file.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from terracekv.tiers.journal import Journal
+from terracekv.tiers.namespace import Namespace
+from terracekv.tiers.sieve import KEY_BYTES
+
+journal = Journal(__name__)
+
+LINES_BYTES_MAX = 4 << 20
+FILE_BYTES_MAX = 4 << 30
+_HASH_BYTES = 6
+
+
+class LookupLog:
+    """Appends to ``path``. What cannot be written is dropped and counted; the file stops growing at 4 GiB."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: list[str] = []
+        self._bytes = 0
+        self.dropped = 0
+        self._told = False
+
+    def add(self, namespace: Namespace, keys: bytes) -> None:
+        """A request for a chain of keys, joined."""
+        hashes = [int.from_bytes(keys[at : at + _HASH_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        entry = {
+            "timestamp": int(time.time() * 1e3),
+            "input_length": len(hashes) * namespace.block_tokens,
+            "block_bytes": namespace.block_bytes * max(1, namespace.shards),
+            "hash_ids": hashes,
+        }
+        line = json.dumps(entry, separators=(",", ":")) + "\n"
+        if self._bytes + len(line) > LINES_BYTES_MAX:
+            self.dropped += 1
+            return
+        self._lines.append(line)
+        self._bytes += len(line)
+
+    @property
+    def due(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self._lines)
+
+    def write(self) -> None:
+        """Append what was added. For a worker, one at a time."""
+        lines, self._lines, self._bytes = self._lines, [], 0
+        try:
+            with open(self.path, "a", opener=_private) as file:
+                if file.tell() + sum(map(len, lines)) > FILE_BYTES_MAX:
+                    raise OSError(f"it has reached {FILE_BYTES_MAX} bytes")
+                file.writelines(lines)
+        except OSError as error:
+            self.dropped += len(lines)
+            if not self._told:
+                journal.warning("TKV-LOG-NOT-WRITTEN", f"the lookup log {self.path} is not written: {error}")
+            self._told = True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def log_to(path: str) -> LookupLog | None:
+    """``daemon.lookup_log``: none where it is empty."""
+    return LookupLog(Path(path)) if path else None

@@ -1,0 +1,108 @@
+"""``terracekv simulate`` and ``terracekv whatif``, as a person runs them."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terracekv.daemon.cli_simulate import print_whatif
+from terracekv.daemon.cli_text import policies
+from terracekv.tests.traces import conversations
+
+RUN = [sys.executable, "-c", "from terracekv.daemon.cli import main; main()", "simulate"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.jsonl"
+    names: dict[bytes, int] = {}
+    chains = conversations(2, requests=400)
+    lines = [
+        {"hash_ids": [names.setdefault(key, len(names)) for key in chain], "block_bytes": 1 << 20} for chain in chains
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RUN, *map(str, arguments)], capture_output=True, text=True, timeout=100)
+
+
+def rows(*arguments: object) -> list[dict[str, Any]]:
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    answer: list[dict[str, Any]] = json.loads(done.stdout)
+    return answer
+
+
+def test_each_size_under_each_policy_is_a_row(trace: Path, tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    found = rows(trace, "--sizes", "5%,200,64MiB", "--policies", "lru/all,frequency/second_touch,auto", "--csv", table)
+    assert [row["policy"] for row in found] == ["lru/all"] * 3 + ["frequency/second_touch"] * 3 + ["auto"] * 3
+    assert [row["capacity"] for row in found[:3]][1:] == [200, 64]
+    assert all(row["written_bytes"] == row["written_blocks"] << 20 for row in found)
+    assert 0 < found[2]["hit_rate"] < found[1]["hit_rate"] < 1
+    with table.open() as file:
+        read = list(csv.DictReader(file))
+    assert [row["policy"] for row in read] == [row["policy"] for row in found]
+    assert [float(row["hit_rate"]) for row in read] == [row["hit_rate"] for row in found]
+
+
+def test_a_disk_below_serves_what_host_has_lost(trace: Path) -> None:
+    (alone,) = rows(trace, "--sizes", "60")
+    (above,) = rows(trace, "--sizes", "60", "--disk", "50%")
+    (thrifty,) = rows(trace, "--sizes", "60", "--disk", "50%", "--policies", "lru/second_touch")
+    assert above["hit_rate"] > alone["hit_rate"] and above["disk_rate"] > 0
+    assert above["promoted_blocks"] > 0 and thrifty["written_blocks"] < above["written_blocks"]
+    (auto,) = rows(trace, "--sizes", "60", "--disk", "50%", "--policies", "auto")
+    assert auto["hit_rate"] >= min(above["hit_rate"], thrifty["hit_rate"])
+
+
+def test_a_person_reads_a_table(trace: Path) -> None:
+    done = run(trace, "--sizes", "10%")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "400 requests" in done.stdout and "prefix hits" in done.stdout and "1MiB each" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--sizes", "ten"], "is no size"),
+        (["--policies", "fifo"], "there is no policy fifo"),
+        (["--policies", "lru/sometimes"], "there is no policy"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line_and_a_hint(trace: Path, arguments: list[str], says: str) -> None:
+    done = run(trace, *arguments)
+    assert done.returncode == 1 and says in done.stderr and "hint: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_picture_is_drawn_or_its_extra_named(trace: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    done = run(trace, "--sizes", "5%,20%", "--png", picture)
+    if done.returncode:
+        assert "terracekv[plot]" in done.stderr and not picture.exists()
+    else:
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_whatif_is_shown_tier_by_tier(capsys: pytest.CaptureFixture[str]) -> None:
+    points = [{"bytes": size << 30, "blocks": size * 512, "hits": size / 10} for size in (1, 2, 4)]
+    answer = {"requests": 7, "asked_blocks": 70, "block_bytes": 2 << 20, "sample": {"rate": 0.125, "blocks": 9}}
+    print_whatif(answer | {"scope": "all of it", "passed_over": 3, "tiers": {"host": points}})
+    out = capsys.readouterr().out
+    assert "7 requests" in out and "one in 8" in out and "3 requests were passed over" in out
+    assert all(text in out for text in ("host of", "10.0%", "40.0%", "2,048"))
+
+
+def test_status_says_which_policy_and_why() -> None:
+    candidates = {"lru/all": {"hits": 0.12, "writes": 0.8}, "lru/second_touch": {"hits": 0.2, "writes": 0.1}}
+    contest = {"policy": "lru/second_touch", "switches": 2, "candidates": candidates}
+    assert policies({"host": {"eviction": "lru"}, "disk": {"admission": "second_touch", "contest": contest}}) == [
+        "disk goes by lru/second_touch, 2 changes; of late lru/all hits 12.0% and writes 80.0%, "
+        "lru/second_touch hits 20.0% and writes 10.0%"
+    ]
