@@ -2,7 +2,7 @@
 
 import { REASONS, TIERS, count, few, find, make, percent, size, sum } from "./words.js";
 
-const FULL = 0.95;
+const FULL_PERCENT = 95;
 
 function card(id, question, word, sentence, tone) {
   return make("li", { id, class: "card", data: { tone } },
@@ -24,7 +24,7 @@ function full(tiers) {
   const at = (name) => tiers[name].used_bytes / tiers[name].capacity_bytes;
   const down = TIERS.filter((name) => ["down", "stuck"].includes(tiers[name]?.mode));
   if (down.length) return [`${down.join(", ")} down`, "Lookups go on without it: see the errors below.", "bad"];
-  const over = bounded.filter((name) => at(name) >= FULL);
+  const over = bounded.filter((name) => Math.round(100 * at(name)) >= FULL_PERCENT);
   if (!over.length) {
     const most = bounded.sort((a, b) => at(b) - at(a))[0];
     return ["none", most ? `The fullest is ${most}: ${percent(tiers[most].used_bytes, tiers[most].capacity_bytes)}.` : "", "good"];
