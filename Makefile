@@ -13,8 +13,9 @@ VLLM_TOOLS = hypothesis psutil pytest pytest-timeout
 # The folders under their one import name, tests and bench included, which no wheel ships.
 export PYTHONPATH := $(CURDIR)/.ns
 INSTALL = $(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt
-# What only a machine with a GPU installs: these lines of constraints.txt are renewed by hand.
-GPU_ONLY = ^(cupy-|cuda-)
+# What only a machine with a GPU installs, and axe without what it asks for: these lines of constraints.txt are renewed
+# by hand.
+BY_HAND = ^(axe-|cupy-|cuda-)
 BENCHES = $(filter-out bench/demo%.py bench/gpu_check.py bench/gpu_kernels.py %_vllm.py,$(sort $(shell grep -l __main__ bench/*.py)))
 BENCHES_VLLM = $(sort $(wildcard bench/*_vllm.py))
 # Tests that load torch, by themselves or through a helper: test goes without them and e2e runs them.
@@ -28,7 +29,7 @@ WITH_VLLM = $(sort $(wildcard tests/e2e/test_vllm_*.py))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-cluster serve test test-long soak test-s3 fuzz faults docs e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
+.PHONY: help demo demo-cluster serve test test-long soak test-s3 test-page screenshots fuzz faults docs e2e e2e-vllm lint bench bench-vllm gpu-check wheel constraints clean
 
 help:  ## say what there is
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,7 +44,7 @@ serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--s
 	$(BIN)/terracekv serve $(ARGS)
 
 test: $(VENV)/dev.stamp  ## all tests that need no model and no bucket, but the long ones (ARGS="-k arena")
-	$(BIN)/pytest -m "not s3 and not gpu and not long" $(addprefix --ignore=,tests/e2e tests/s3 $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+	$(BIN)/pytest -m "not s3 and not gpu and not long and not browser" $(addprefix --ignore=,tests/e2e tests/s3 $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
 
 test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, what hangs, fuzzers for seconds, a short soak
 	$(BIN)/pytest -m "long and not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
@@ -53,6 +54,12 @@ soak: $(VENV)/dev.stamp  ## ten minutes of kills, outages and faults at the limi
 
 test-s3: $(VENV)/dev.stamp  ## the tests of the bucket: a stub that misbehaves, and a real S3 server, SeaweedFS
 	$(BIN)/pytest -m "not gpu and not long" tests/s3 tests/contract $(ARGS)
+
+test-page: $(VENV)/page.stamp  ## the status page in a real browser; needs chromium and chromedriver
+	$(BIN)/pytest -m browser tests/page $(ARGS)
+
+screenshots: $(VENV)/page.stamp  ## pictures of the status page for docs/images, and how soon it is usable
+	$(BIN)/python -m terracekv.tests.page.screenshots $(ARGS)
 
 fuzz: $(VENV)/dev.stamp  ## a million wrong frames, a hundred thousand wrong records (ARGS="--only door")
 	$(BIN)/python -m terracekv.tests.fuzz $(ARGS)
@@ -86,7 +93,7 @@ wheel: $(VENV)/run.stamp  ## build the wheel into dist/
 
 constraints: $(VENV)/demo.stamp $(VENV)/dev.stamp  ## renew constraints.txt from the newest versions
 	$(BIN)/pip install --quiet --upgrade --upgrade-strategy eager -e ".[demo,dev,plot]"
-	(sed '/^[^#]/d' constraints.txt; (grep -E '$(GPU_ONLY)' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==|$(GPU_ONLY)' | sed 's/+cpu$$//') | sort -f) > constraints.new
+	(sed '/^[^#]/d' constraints.txt; (grep -E '$(BY_HAND)' constraints.txt; $(BIN)/pip freeze --all --exclude-editable | grep -vE '^(pip|wheel)==|$(BY_HAND)' | sed 's/+cpu$$//') | sort -f) > constraints.new
 	mv constraints.new constraints.txt
 	rm -rf $(VLLM)
 	$(PYTHON) -m venv $(VLLM)
@@ -115,6 +122,11 @@ $(VENV)/run.stamp: $(VENV)/base.stamp constraints.txt pyproject.toml
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(INSTALL) --no-build-isolation --editable ".[dev]"
+	touch $@
+
+# Of this package only axe itself is read, by a browser that it does not know: what it depends on stays away.
+$(VENV)/page.stamp: $(VENV)/dev.stamp
+	$(INSTALL) --no-deps axe-playwright-python
 	touch $@
 
 $(VENV)/demo.stamp: $(VENV)/run.stamp

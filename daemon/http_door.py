@@ -25,6 +25,8 @@ from terracekv.daemon.gpus import Gpus
 from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
 from terracekv.daemon.http_gate import admit, tenant_of
+from terracekv.daemon.http_listeners import EVENTS_TYPE, Listeners
+from terracekv.daemon.http_live import Live
 from terracekv.daemon.http_messages import (
     Alive,
     Done,
@@ -46,7 +48,8 @@ from terracekv.daemon.http_messages import (
     no_room,
     reply,
 )
-from terracekv.daemon.http_queries import EVENTS_TYPE, Queries
+from terracekv.daemon.http_page import ASSET_TYPE, HTML_TYPE, Page
+from terracekv.daemon.http_queries import Queries
 from terracekv.daemon.http_routes import Route, Routes, openapi
 from terracekv.daemon.metrics import CONTENT_TYPE, UNMATCHED, Metrics
 from terracekv.daemon.own_socket import bind
@@ -120,8 +123,10 @@ class HttpDoor:
         self._busy: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._open: list[tuple[web.Server, asyncio.Server]] = []
         self._closing = False
-        self._queries = Queries(store)
-        self.routes = Routes(self._table(Blocks(store), self._queries))
+        self._listeners = Listeners()
+        self._queries = Queries(store, self._listeners)
+        self._live = Live(store, self._about, self._listeners)
+        self.routes = Routes(self._table(Blocks(store), self._queries, self._live, Page()))
         watched = [(route.method, route.path) for route in self.routes.all]
         self.heart = heart or Heartbeat(store)
         self._metrics = Metrics(store, sessions, watched, started, self._gpus, self.heart)
@@ -156,7 +161,7 @@ class HttpDoor:
     async def close(self, grace_s: float) -> None:
         """Take no more connections, end idle ones and event streams at once, give requests ``grace_s`` to finish."""
         self._closing = True
-        self._queries.close()
+        self._listeners.close()
         self.heart.stop()
         for _, listener in self._open:
             listener.close()
@@ -178,7 +183,7 @@ class HttpDoor:
 
     def end_unknown(self) -> None:
         """End the event streams of callers that the access file does not have any more, or has with other rights."""
-        self._queries.end_unknown(self._access.knows)
+        self._listeners.end_unknown(self._access.knows)
 
     def _server(self, *, tcp: bool) -> web.Server:
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -186,7 +191,7 @@ class HttpDoor:
 
         return _Server(
             handle,
-            lost=self._queries.left,
+            lost=self._listeners.left,
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=KEEPALIVE_S,
@@ -238,7 +243,7 @@ class HttpDoor:
             )
         admit(self._access, request, route, tcp=tcp)
 
-    def _table(self, blocks: Blocks, queries: Queries) -> list[Route]:
+    def _table(self, blocks: Blocks, queries: Queries, live: Live, page: Page) -> list[Route]:
         read, write, admin = Right.READ, Right.WRITE, Right.ADMIN
         return [
             Route("POST", "/v1/lookup", read, queries.lookup, "How much of a chain is here", {200: Found}, Lookup),
@@ -260,6 +265,7 @@ class HttpDoor:
                 {200: dict},
             ),
             Route("GET", "/v1/namespaces", read, self._namespaces, "All namespaces", {200: dict}),
+            Route("GET", "/v1/live", read, live.stream, "Server-sent events: past, now", {200: EVENTS_TYPE}),
             Route(
                 "GET",
                 "/v1/events",
@@ -276,14 +282,17 @@ class HttpDoor:
             Route("GET", "/healthz", None, self._healthz, "Whether the daemon answers", {200: Alive}),
             Route("GET", "/readyz", None, self._readyz, "Whether the daemon is ready", {200: Ready, 503: Ready}),
             Route("GET", "/openapi.json", read, self._openapi_json, "This document", {200: dict}),
-            Route("GET", "/", read, self._root, "Where to look", {200: TEXT_TYPE}),
+            Route("GET", "/", None, page.index, "The status page", {200: HTML_TYPE}),
+            Route("GET", "/page/{file}", None, page.asset, "What the status page loads", {200: ASSET_TYPE}),
         ]
 
     async def _status(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
-        if tenant := tenant_of(request):
-            document = tenant_document(self._store, self._sessions, tenant, not_ready=self._reasons())
-            return reply(request, document)
-        document = status_document(
+        return reply(request, self._about(tenant_of(request)))
+
+    def _about(self, tenant: str) -> dict[str, Any]:
+        if tenant:
+            return tenant_document(self._store, self._sessions, tenant, not_ready=self._reasons())
+        return status_document(
             self._store,
             self._sessions,
             self._config,
@@ -294,7 +303,6 @@ class HttpDoor:
             gpus=self._gpus,
             access=self._access,
         )
-        return reply(request, document)
 
     async def _whatif(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         return reply(request, self._sessions.demand.whatif())
@@ -314,9 +322,6 @@ class HttpDoor:
 
     async def _openapi_json(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         return reply(request, openapi(self.routes, version()))
-
-    async def _root(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
-        return web.Response(text="TerraceKV. Status: /v1/status; metrics: /metrics; all routes: /openapi.json\n")
 
     def _reasons(self) -> list[str]:
         return [f"{part}: {reason}" for part, reason in self.not_ready.items()]

@@ -297,11 +297,12 @@ def failure(request: web.BaseRequest, error: TerraceError) -> web.Response:
 def reply(
     request: web.BaseRequest, value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> web.Response:
-    """``value`` in the format that the request accepts; JSON unless it names msgpack."""
+    """``value`` in the format that the request accepts; JSON unless it names msgpack. No cache keeps it."""
     accepted = request.headers.get("Accept", "")
     packed = any(kind in accepted for kind in PACK_TYPES)
     body = msgspec.msgpack.encode(value) if packed else msgspec.json.encode(value)
     kind = PACK_TYPES[0] if packed else "application/json"
+    headers = {"Cache-Control": "no-store"} | dict(headers or {})
     return web.Response(body=body, status=status, headers=headers, content_type=kind)
 
 

@@ -1,8 +1,8 @@
 """Questions and orders over HTTP that carry no block bytes: lookup, prefetch, pin, flush, sync, events.
 
-Owns the listeners of the event stream. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
-``access_file``, ``explaining``, ``http_bodies``, ``http_gate``, ``http_messages``, ``naming``, ``store``, ``tasks``
-and ``tiers``.
+Owns no state but that of bodies being read. Called by ``http_door`` on the event loop. Imports aiohttp, msgspec,
+``explaining``, ``http_bodies``, ``http_gate``, ``http_listeners``, ``http_messages``, ``naming``, ``stats``, ``store``,
+``tasks`` and ``tiers``.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from terracekv.daemon import tasks
-from terracekv.daemon.access_file import Caller
+from terracekv.daemon import stats, tasks
 from terracekv.daemon.explaining import explained
 from terracekv.daemon.http_bodies import Bodies
-from terracekv.daemon.http_gate import caller_of, refuse_tenants, tenant_of
+from terracekv.daemon.http_gate import refuse_tenants, tenant_of
+from terracekv.daemon.http_listeners import Listeners, stream
 from terracekv.daemon.http_messages import (
     DEADLINE_MS,
     Chain,
@@ -56,21 +56,17 @@ AUDIT_S_MAX = 60.0
 PIN_S_MAX = 60.0
 SYNC_S_MAX = 60.0
 HEARTBEAT_S = 15.0
-LISTENERS_MAX = 64
-LISTENERS_OF_TENANT_MAX = 16
-LISTENER_IDLE_S = 60.0
-EVENTS_TYPE = "text/event-stream"
+NAME_MAX = 120
+"""Of the name of a namespace that nobody knows, this much is remembered."""
 
 
 class Queries:
-    """One method for each route; ``closing`` ends the event streams."""
+    """One method for each route."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, listeners: Listeners) -> None:
         self._store = store
         self._bodies = Bodies()
-        self._listeners = 0
-        self._listening: dict[web.RequestHandler, tuple[Caller, asyncio.Event]] = {}
-        self.closing = asyncio.Event()
+        self._listeners = listeners
 
     async def lookup(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """How much of a chain is here. An unknown namespace is an answer, not an error: nothing of it is here."""
@@ -82,7 +78,7 @@ class Queries:
             namespace = None
         if namespace is None or not namespace.registered:
             await self._keys(None, wanted)  # what cannot be meant is an error in every namespace
-            return reply(request, self._unknown(wanted))
+            return reply(request, self._unknown(wanted, tenant_of(request)))
         keys = await self._keys(namespace, wanted)
         found = await self._store.find(namespace, keys, wanted.deadline_ms / 1e3)
         tokens = namespace.block_tokens
@@ -206,48 +202,30 @@ class Queries:
 
     async def events(self, request: web.BaseRequest, names: Mapping[str, str]) -> web.StreamResponse:
         """Server-sent events until the client, or the daemon, goes away."""
-        after = _after(request)
-        if self._listeners >= LISTENERS_MAX:
-            raise Problem(503, "busy", f"{LISTENERS_MAX} clients listen to events already", "close one of them")
-        tenant = tenant_of(request)
-        of_tenant = sum(caller.tenant == tenant for caller, _ in self._listening.values()) if tenant else 0
-        if of_tenant >= LISTENERS_OF_TENANT_MAX:
-            text = f"{LISTENERS_OF_TENANT_MAX} clients of tenant {tenant} listen to events already"
-            raise Problem(503, "busy", text, "close one of them")
-        response = web.StreamResponse(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        response.content_type = EVENTS_TYPE
-        self._listeners += 1
-        ended = asyncio.Event()
-        self._listening[request.protocol] = caller_of(request), ended
-        if self.closing.is_set() or request.transport is None:
-            ended.set()
-        stream = self._store.events.listen(after)
-        closing = tasks.begin(_wait(ended), "events-end")
-        coming = tasks.begin(_next(stream), "events-next")
-        try:
-            await response.prepare(request)
-            await _send(response, b": connected\n\n")
-            while not closing.done():
-                await asyncio.wait((coming, closing), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
-                if coming.done():
-                    event = coming.result()
-                    coming = tasks.begin(_next(stream), "events-next")
-                    if not self._is_for(tenant, event):
-                        continue
-                    body = msgspec.json.encode(event)
-                    await _send(
-                        response, b"id: %d\nevent: %b\ndata: %b\n\n" % (event["seq"], event["event"].encode(), body)
-                    )
-                elif not closing.done():
-                    await _send(response, b": still here\n\n")
-            await response.write_eof()
-        finally:
-            self._listeners -= 1
-            del self._listening[request.protocol]
-            closing.cancel()
-            coming.cancel()
-            await asyncio.wait((coming, closing))
-            await stream.aclose()  # type: ignore[attr-defined]
+        after, tenant = _after(request), tenant_of(request)
+        with self._listeners.join(request) as listener:
+            response = stream()
+            events = self._store.events.listen(after)
+            closing = tasks.begin(_wait(listener.news), "events-end")
+            coming = tasks.begin(_next(events), "events-next")
+            try:
+                await response.prepare(request)
+                await listener.send(response, b": connected\n\n")
+                while not listener.ended:
+                    await asyncio.wait((coming, closing), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                    if coming.done():
+                        event = coming.result()
+                        coming = tasks.begin(_next(events), "events-next")
+                        if self._is_for(tenant, event):
+                            await listener.send(response, _written(event))
+                    elif not listener.ended:
+                        await listener.send(response, b": still here\n\n")
+                await response.write_eof()
+            finally:
+                closing.cancel()
+                coming.cancel()
+                await asyncio.wait((coming, closing))
+                await events.aclose()  # type: ignore[attr-defined]
         return response
 
     def _is_for(self, tenant: str, event: Mapping[str, Any]) -> bool:
@@ -257,31 +235,16 @@ class Queries:
         namespace = self._store.namespaces.get(bytes.fromhex(event["namespace"]))
         return namespace is not None and namespace.tenant == tenant
 
-    def left(self, connection: web.RequestHandler) -> None:
-        """Whoever listened on this connection has gone: its place is free at once."""
-        if connection in self._listening:
-            self._listening[connection][1].set()
-
-    def close(self) -> None:
-        """End all event streams, and begin none."""
-        self.closing.set()
-        for _, ended in self._listening.values():
-            ended.set()
-
-    def end_unknown(self, knows: Callable[[Caller], bool]) -> None:
-        """End the event streams of callers that the access file does not have any more, or has with other rights."""
-        for caller, ended in self._listening.values():
-            if not knows(caller):
-                ended.set()
-
-    def _unknown(self, wanted: Chain) -> Found:
+    def _unknown(self, wanted: Chain, tenant: str) -> Found:
         asked = len(wanted.keys or ())
-        stats = self._store.stats
-        stats.lookups += 1
-        stats.asked_blocks += asked
-        stats.misses[Miss.UNKNOWN_NAMESPACE] += 1
+        counts, reason = self._store.stats, Miss.UNKNOWN_NAMESPACE
+        counts.lookups += 1
+        counts.asked_blocks += asked
+        counts.misses[reason] += 1
+        nobody = Namespace(b"", 0, 0, model=wanted.namespace[:NAME_MAX], tenant=tenant)
+        self._store.recent.add(nobody, asked, stats.Found(0, {}, {}, 0, 0.0, 0, reason))
         nothing = {tier: Reach(0, 0) for tier in self._store.tiers}
-        return Found(None, 0, asked, 0, 0, nothing, 0, 0.0, FirstMiss(0, Miss.UNKNOWN_NAMESPACE.value))
+        return Found(None, 0, asked, 0, 0, nothing, 0, 0.0, FirstMiss(0, reason.value))
 
     async def _chain(self, request: web.BaseRequest, kind: type[Chain]) -> tuple[Namespace, list[bytes]]:
         return await self._named(request, await self._bodies.read(request, kind))
@@ -338,17 +301,13 @@ def _after(request: web.BaseRequest) -> int | None:
     return int(text)
 
 
-async def _wait(ended: asyncio.Event) -> None:
-    await ended.wait()
+async def _wait(news: asyncio.Event) -> None:
+    await news.wait()
 
 
 async def _next(stream: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
     return await anext(stream)
 
 
-async def _send(response: web.StreamResponse, data: bytes) -> None:
-    try:
-        async with asyncio.timeout(LISTENER_IDLE_S):
-            await response.write(data)
-    except TimeoutError:
-        raise ConnectionResetError(f"the listener took nothing for {LISTENER_IDLE_S:g} s") from None
+def _written(event: Mapping[str, Any]) -> bytes:
+    return b"id: %d\nevent: %b\ndata: %b\n\n" % (event["seq"], event["event"].encode(), msgspec.json.encode(event))

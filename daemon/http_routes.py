@@ -21,6 +21,7 @@ PARAMETERS = {
     "ns": "namespace id in hex, a unique prefix of it (8 digits or more), or a model name that is unique",
     "key": "the block's key, 64 hex digits",
     "shard": "the shard of the block; 0 where it is left out",
+    "file": "the name of a file that the page loads",
     "durable": "1: answer once the block is on disk, too",
     "after": "only events with numbers above this one",
     "Range": "one range of bytes",

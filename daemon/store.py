@@ -18,6 +18,7 @@ from terracekv.daemon.mover import Mover
 from terracekv.daemon.near import Near
 from terracekv.daemon.pins import SHARE, Pins
 from terracekv.daemon.promotion import Arrived, Promoter
+from terracekv.daemon.recent import Recent
 from terracekv.daemon.stats import Found, Stats
 from terracekv.daemon.write_through import WriteThrough
 from terracekv.tiers.block import block_id
@@ -74,6 +75,7 @@ class Store:
         """The tiers that host reads from, the quickest first."""
         self.events = Events()
         self.stats = Stats()
+        self.recent = Recent()
         for lower in self.sources:
             self.stats.matched.setdefault(lower.name, 0)
             self.stats.tokens.setdefault(lower.name, 0)
@@ -393,3 +395,4 @@ class Store:
             stats.tokens[tier] += blocks * namespace.block_tokens
         if found.reason is not None:
             stats.misses[found.reason] += 1
+        self.recent.add(namespace, asked, found)

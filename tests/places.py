@@ -150,6 +150,11 @@ async def http_events(p: Place) -> None:
         assert answer.status == 200 and await answer.content.readline() == b": connected\n"
 
 
+async def http_live(p: Place) -> None:
+    async with p.people.get("/v1/live") as answer:
+        assert answer.status == 200 and await answer.content.readline() == b"event: past\n"
+
+
 def route(method: str, path: str, body: Callable[[World], Any] = lambda w: None) -> Callable[[Place], Awaitable[Any]]:
     async def asked(p: Place) -> None:
         await p.http(f"{method} {path}", method, path, body(p.w))
@@ -193,6 +198,7 @@ OPERATIONS: dict[str, Callable[[Place], Awaitable[Any]]] = {
     "GET /v1/status": route("GET", "/v1/status"),
     "GET /v1/namespaces": route("GET", "/v1/namespaces"),
     "GET /v1/events": http_events,
+    "GET /v1/live": http_live,
     "POST /v1/verify of host": route("POST", "/v1/verify", lambda w: {"tier": "host"}),
     "POST /v1/verify of disk": route("POST", "/v1/verify", lambda w: {"tier": "disk"}),
     "GET /metrics": route("GET", "/metrics"),

@@ -25,10 +25,12 @@ ROUTES = {
     "/healthz": {"GET"},
     "/metrics": {"GET"},
     "/openapi.json": {"GET"},
+    "/page/{file}": {"GET"},
     "/readyz": {"GET"},
     "/v1/events": {"GET"},
     "/v1/explain": {"POST"},
     "/v1/flush": {"POST"},
+    "/v1/live": {"GET"},
     "/v1/lookup": {"POST"},
     "/v1/namespaces": {"GET"},
     "/v1/namespaces/{ns}/blocks/{key}": {"DELETE", "GET", "HEAD", "PUT"},
@@ -90,12 +92,6 @@ async def test_every_route_of_the_table_answers_and_no_answer_is_our_own_fault(p
                 asks_nothing = "{" not in path and (method == "GET" or path == "/v1/sync")
                 assert answer.status in ((200,) if asks_nothing else (400, 404)), route
     assert people.door.errors == 0
-
-
-@served()
-async def test_the_root_says_where_to_look(people: People) -> None:
-    async with people.client.get("/") as answer:
-        assert "/v1/status" in await answer.text()
 
 
 @pytest.mark.parametrize(
@@ -196,7 +192,7 @@ def test_with_a_token_file_tcp_asks_for_the_token_and_the_socket_and_probes_do_n
                 {"Authorization": f"Bearer {TOKEN}x"},
                 {"Authorization": "Bearer ü"},
             ):
-                for route in ("/v1/status", "/metrics", "/", "/openapi.json"):
+                for route in ("/v1/status", "/v1/live", "/metrics", "/openapi.json"):
                     status, answer, headers = await over_tcp(opened, "GET", route, headers=header)
                     assert (status, answer["error"]["kind"]) == (401, "unauthorized")
                     assert headers["WWW-Authenticate"] == "Bearer"

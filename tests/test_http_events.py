@@ -2,7 +2,7 @@
 
 import pytest
 
-from terracekv.daemon import http_queries
+from terracekv.daemon import http_listeners, http_queries
 from terracekv.tests.people import MODEL, Listener, People, keys_of, served, until, url
 from terracekv.tiers.block import block_id
 
@@ -59,7 +59,7 @@ async def test_a_quiet_stream_shows_that_it_lives_and_forgets_who_has_gone(
 
 @served()
 async def test_listeners_are_limited(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_queries, "LISTENERS_MAX", 1)
+    monkeypatch.setattr(http_listeners, "LISTENERS_MAX", 1)
     monkeypatch.setattr(http_queries, "HEARTBEAT_S", 3600.0)
     async with people.client.get("/v1/events") as answer:
         await Listener(answer).block()

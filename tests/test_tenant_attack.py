@@ -14,7 +14,7 @@ import pytest
 
 from terracekv.connector.client import Loaded, Stored
 from terracekv.daemon import protocol
-from terracekv.daemon.http_queries import LISTENERS_OF_TENANT_MAX
+from terracekv.daemon.http_listeners import LISTENERS_OF_TENANT_MAX
 from terracekv.daemon.protocol import Acquire, Committed, Error, Found, Leased, Lookup, Refused, Reserve, Reserved
 from terracekv.tests.harness import Daemon, hello, payload_of
 from terracekv.tests.intruders import (

@@ -43,6 +43,10 @@ class Shares:
         """Bytes that a tenant's blocks take."""
         return sum(held for id, held in self.held.items() if self.tenant(id) == tenant)
 
+    def by_namespace(self) -> dict[bytes, int]:
+        """Bytes that each namespace's blocks take, by its id."""
+        return dict(self.held)
+
     def by_tenant(self) -> dict[str, int]:
         """The same for all who hold any."""
         held: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from terracekv.tests.harness import MIB, Daemon, until
 
-ENDLESS = ("/v1/events",)
+ENDLESS = ("/v1/events", "/v1/live")
 """Answers without an end: they are tested by themselves."""
 GROWTH_BYTES_MAX = 64 * MIB
 CALL_S = 30.0
