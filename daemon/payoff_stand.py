@@ -44,6 +44,9 @@ class BenchTrouble(TerraceError):
 
     kind = "bench"
 
+    def __init__(self, message: str, hint: str = "run it again while the machine is idle") -> None:
+        super().__init__(message, hint)
+
 
 class Sizes:
     """Just enough of each tier for prompts of ``tokens``: what runs here already keeps its room."""
