@@ -127,11 +127,12 @@ def _picked(rows: list[dict[str, Any]], miss: Mapping[str, Any] | None) -> list[
     return sorted(set(sorted(edges)[: ROWS_MAX - 1]) | around)
 
 
-def _differences(differs: Mapping[str, tuple[Any, Any]]) -> str:
+def _differences(differs: Mapping[str, Mapping[str, Any]]) -> str:
     if "salt" in differs:
         return "whose it is: another tenant's, or stored with another credential"
     parts = []
-    for field, (mine, its) in differs.items():
+    for field, values in differs.items():
+        mine, its = values["asked"], values["there"]
         short = [str(value)[:KEY_DIGITS] if field == "layout" else str(value) for value in (mine, its)]
         parts.append(f"{field} ({short[1]} there" + (f", {short[0]} here)" if mine is not None else ")"))
     return ", ".join(parts)

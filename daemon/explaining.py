@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from functools import partial
 
-from terracekv.daemon.http_messages import Elsewhere, Explained, FirstMiss, Told, parse_tokens
+from terracekv.daemon.http_messages import Difference, Elsewhere, Explained, FirstMiss, Told, parse_tokens
 from terracekv.daemon.store import Store
 from terracekv.tiers.block import block_id, block_keys
 from terracekv.tiers.namespace import Namespace
@@ -108,13 +108,13 @@ async def _elsewhere(
     return sorted(rows, key=lambda row: -row.matched_tokens)
 
 
-def _differs(asked: Namespace | None, there: Namespace) -> dict[str, tuple[str | int | None, str | int | None]]:
-    found: dict[str, tuple[str | int | None, str | int | None]] = {}
+def _differs(asked: Namespace | None, there: Namespace) -> dict[str, Difference]:
+    found = {}
     for field in FIELDS:
         mine, its = None if asked is None else _shown(asked, field), _shown(there, field)
         if mine != its:
-            found[field] = mine, its
-    return found or {"salt": (None, None)}
+            found[field] = Difference(mine, its)
+    return found or {"salt": Difference(None, None)}
 
 
 def _shown(namespace: Namespace, field: str) -> str | int | None:

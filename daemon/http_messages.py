@@ -151,14 +151,21 @@ class Told(Struct):
     reason: str | None
 
 
+class Difference(Struct):
+    """``asked`` is null where no such namespace is known."""
+
+    asked: str | int | None
+    there: str | int | None
+
+
 class Elsewhere(Struct):
-    """Another namespace that has leading blocks of the same tokens; ``differs`` maps a field of the name to what was
-    asked for (null where no such namespace is known) and what is there. ``salt`` differs where nothing else does."""
+    """Another namespace that has leading blocks of the same tokens; ``differs`` has the fields of its name that are
+    not as asked. ``salt`` differs where nothing else does."""
 
     namespace_id: str
     matched_blocks: int
     matched_tokens: int
-    differs: dict[str, tuple[str | int | None, str | int | None]]
+    differs: dict[str, Difference]
 
 
 class Explained(Struct):

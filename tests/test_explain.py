@@ -105,11 +105,14 @@ async def test_the_same_tokens_under_another_namespace_are_named_with_what_diffe
         (there.id.hex(), 4, 4 * BLOCK_TOKENS),
         (half.id.hex(), 1, 8),
     ]
-    assert told["elsewhere"][0]["differs"] == {"model": [MODEL, "other"]}
-    assert told["elsewhere"][1]["differs"] == {"dtype": ["bf16", "fp8"], "block_tokens": [BLOCK_TOKENS, 8]}
+    assert told["elsewhere"][0]["differs"] == {"model": {"asked": MODEL, "there": "other"}}
+    assert told["elsewhere"][1]["differs"] == {
+        "dtype": {"asked": "bf16", "there": "fp8"},
+        "block_tokens": {"asked": BLOCK_TOKENS, "there": 8},
+    }
     nobody = await explain(people, namespace="nobody", tokens=PROMPT)
     assert nobody["first_miss"] == {"index": 0, "reason": "unknown_namespace"} and nobody["namespace_id"] is None
-    assert nobody["elsewhere"][0]["differs"]["model"] == [None, "other"]
+    assert nobody["elsewhere"][0]["differs"]["model"] == {"asked": None, "there": "other"}
     by_keys = await explain(people, namespace=asked.id.hex(), keys=[key.hex() for key in keys_in(asked)])
     assert by_keys["elsewhere"] == [] and by_keys["asked_tokens"] is None
 
