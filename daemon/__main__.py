@@ -177,7 +177,7 @@ def _doors(
         access=access,
         gpus=tiers.gpus,
     )
-    engine.sessions.demand.log = log_to(config.daemon.lookup_log)
+    engine.sessions.demand.log = log_to(config.daemon.lookup_log, tiers.secret)
     http = HttpDoor(
         store=store,
         sessions=engine.sessions,

@@ -1,10 +1,11 @@
 """The lookup log: what engines asked for, a line of JSON each, as ``terracekv simulate`` reads it.
 
 Owns the file. ``add`` is called on the event loop, ``write`` in a worker; between them lines wait in memory. Imports
-``tiers``. Lines have the form of the Mooncake traces: block hashes as numbers, here 48 bits of each key, from which
-nobody can tell what was asked; who has a prompt can tell whether it was, so only the daemon's user may read the file.
+``tiers``. Lines have the form of the Mooncake traces: block hashes as numbers, here 48 bits of a hash of each key under
+the node's secret, from which nobody without it can tell what was asked, even who has the prompt.
 """
 
+import hashlib
 import json
 import os
 import time
@@ -24,8 +25,9 @@ _HASH_BYTES = 6
 class LookupLog:
     """Appends to ``path``. What cannot be written is dropped and counted; the file stops growing at 4 GiB."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secret: bytes) -> None:
         self.path = path
+        self._secret = hashlib.sha256(b"terracekv/lookup-log/1\0" + secret).digest()
         self._lines: list[str] = []
         self._bytes = 0
         self.dropped = 0
@@ -33,7 +35,7 @@ class LookupLog:
 
     def add(self, namespace: Namespace, keys: bytes) -> None:
         """A request for a chain of keys, joined."""
-        hashes = [int.from_bytes(keys[at : at + _HASH_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        hashes = [self._hash(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
         entry = {
             "timestamp": int(time.time() * 1e3),
             "input_length": len(hashes) * namespace.block_tokens,
@@ -46,6 +48,9 @@ class LookupLog:
             return
         self._lines.append(line)
         self._bytes += len(line)
+
+    def _hash(self, key: bytes) -> int:
+        return int.from_bytes(hashlib.blake2b(key, digest_size=_HASH_BYTES, key=self._secret).digest())
 
     @property
     def due(self) -> bool:
@@ -68,9 +73,12 @@ class LookupLog:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    """Nobody else may read it, whoever made it; and it is no link that leads elsewhere."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
-def log_to(path: str) -> LookupLog | None:
+def log_to(path: str, secret: bytes) -> LookupLog | None:
     """``daemon.lookup_log``: none where it is empty."""
-    return LookupLog(Path(path)) if path else None
+    return LookupLog(Path(path), secret) if path else None

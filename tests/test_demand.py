@@ -124,7 +124,7 @@ async def test_questions_over_http_are_no_requests(people: People) -> None:
 
 def test_the_lookup_log_is_a_trace(worlds: Worlds, tmp_path: Path) -> None:
     async def story(w: World) -> None:
-        log = w.sessions.demand.log = LookupLog(tmp_path / "lookups.jsonl")
+        log = w.sessions.demand.log = LookupLog(tmp_path / "lookups.jsonl", b"secret")
         chains = [list(map(key, range(start, start + 3))) for start in (0, 1, 0, 5)]
         for number, chain in enumerate(chains):
             w.sessions.demand.asked(number, w.namespace, b"".join(chain))
@@ -146,7 +146,7 @@ def test_a_lookup_log_that_cannot_be_written_is_a_warning_and_a_count(
     worlds: Worlds, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(w: World) -> None:
-        log = w.sessions.demand.log = LookupLog(tmp_path / "nowhere" / "lookups.jsonl")
+        log = w.sessions.demand.log = LookupLog(tmp_path / "nowhere" / "lookups.jsonl", b"secret")
         for number in range(2):
             w.sessions.demand.asked(number, w.namespace, key(number))
             await looked(w)
