@@ -237,8 +237,10 @@ def test_no_hello_names_anothers_namespace(shm_dir: Path, tmp_path: Path) -> Non
             with daemon.wire() as wire:
                 refused = wire.ask(hello(credential=guess))
                 assert isinstance(refused, Refused) and refused.field == "credential"
-        names = ("m", "m\0victim", theirs.hex(), "victim/m")
-        for model in names:
+        with daemon.wire() as wire:
+            refused = wire.ask(hello(model="m\0victim", credential=ATTACKER.encode()))
+            assert isinstance(refused, Refused) and refused.field == "model"
+        for model in ("m", "mvictim", theirs.hex(), "victim/m"):
             for access in ("read", "write"):
                 with daemon.wire(hello(model=model, credential=ATTACKER.encode(), access=access)) as wire:
                     assert wire.welcome is not None and wire.welcome.namespace_id != theirs
