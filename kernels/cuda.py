@@ -23,9 +23,11 @@ THREADS = 256
 """Of a block of a launch: eight warps, so that a multiprocessor is full with eight blocks."""
 _TO_ANY = 4
 _EVENT_PLAIN, _EVENT_TIMED = 2, 0
+_NOT_READY = 600
 _REGISTER_PORTABLE_MAPPED = 3
 _BATCH_IN_STREAM_ORDER = 1
 _CAPTURE_THREAD_LOCAL = 1
+_HANDLE_BYTES = 64
 
 
 class NoCuda(RuntimeError):
@@ -91,6 +93,7 @@ def device_of(address: int) -> "Device":
 
 
 _MEMORY_DEVICE = 2
+_CACHE = "set CUPY_CACHE_DIR to a folder that can be written"
 
 
 @functools.cache
@@ -101,6 +104,8 @@ def _cupy() -> ModuleType:
         raise NoCuda(
             f"CuPy cannot be imported ({error}): install terracekv[gpu], or cupy-cuda12x for CUDA 12"
         ) from None
+    except OSError as error:  # its cache of kernels is made at once, beneath the user's home
+        raise NoCuda(f"CuPy has no place for its kernels ({error}): {_CACHE}") from None
     return cupy  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -199,6 +204,8 @@ class Device:
 
     def open(self, handle: bytes) -> int:
         """The address here of what another process exported. RuntimeError when it cannot be reached from here."""
+        if len(handle) != _HANDLE_BYTES:
+            raise RuntimeError(f"a handle of {len(handle)} bytes is none of CUDA's, which have {_HANDLE_BYTES}")
         with self._beside_captures():
             return int(self._cuda.ipcOpenMemHandle(handle))
 
@@ -217,7 +224,8 @@ class Device:
 
     def synchronize(self, stream: int) -> None:
         """Wait for all that a stream was given; raises what went wrong in it."""
-        self._cuda.streamSynchronize(stream)
+        with self._beside_captures():
+            self._cuda.streamSynchronize(stream)
 
     def event(self, *, timed: bool = False) -> int:
         with self.current():
@@ -237,11 +245,17 @@ class Device:
             self._cuda.streamWaitEvent(stream, event)
 
     def happened(self, event: int) -> bool:
-        return bool(self._cuda.eventQuery(event) == 0)
+        """Raises what went wrong before it: such an event would never happen. CuPy answers with CUDA's code here."""
+        with self._beside_captures():
+            code = self._cuda.eventQuery(event)
+        if code not in (0, _NOT_READY):
+            raise RuntimeError(f"cudaEventQuery failed with CUDA error {code}")
+        return bool(code == 0)
 
     def await_event(self, event: int) -> None:
         """Wait for the event as last recorded; the interpreter lock is let go."""
-        self._cuda.eventSynchronize(event)
+        with self._beside_captures():
+            self._cuda.eventSynchronize(event)
 
     def seconds(self, start: int, end: int) -> float:
         """Between two timed events that have happened."""
@@ -274,32 +288,40 @@ class Device:
     def prepare(self, kernel: str, constants: tuple[str, ...] = ()) -> None:
         """Compile a kernel and load it, which takes seconds the first time, before it is needed."""
         with self._beside_captures():
-            _kernel(self._cupy, kernel, constants)
+            _kernel(self._cupy, self.ordinal, kernel, constants)
 
     def launch(
         self, kernel: str, blocks: int, stream: Stream, *arguments: int, constants: tuple[str, ...] = ()
     ) -> None:
         """Start a kernel of ``copy.cu`` with so many blocks; ``constants`` are compiler flags that define some."""
         with self.current(), stream:
-            _kernel(self._cupy, kernel, constants)((blocks,), (THREADS,), arguments)
+            _kernel(self._cupy, self.ordinal, kernel, constants)((blocks,), (THREADS,), arguments)
 
 
 @functools.cache
-def _module(cupy: ModuleType, constants: tuple[str, ...]) -> Any:
-    """Compiled for the thread's current device; CuPy keeps the result on disk for later processes, and compiles by
-    itself for another architecture."""
+def _module(cupy: ModuleType, ordinal: int, constants: tuple[str, ...]) -> Any:
+    """Compiled for the thread's current device, which is ``ordinal``; CuPy keeps the result on disk for later
+    processes."""
     module = cupy.RawModule(code=SOURCE.read_text(), options=("-std=c++17", *constants), backend="nvrtc")
     try:
         module.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise NoCuda(f"the kernels do not compile for this GPU with this CUDA: {error}") from error
+    except OSError as error:
+        raise NoCuda(f"CuPy cannot keep the kernels that it compiled ({error}): {_CACHE}") from error
+    except RuntimeError as error:
+        raise NoCuda(
+            f"the kernels cannot be compiled ({error}): CUDA's run-time compiler comes with a CUDA toolkit, and with"
+            " nvidia-cuda-nvrtc"
+        ) from error
     return module
 
 
 @functools.cache
-def _kernel(cupy: ModuleType, name: str, constants: tuple[str, ...]) -> Any:
+def _kernel(cupy: ModuleType, ordinal: int, name: str, constants: tuple[str, ...]) -> Any:
+    """Loaded for that device: CuPy loads a module for each, and so this is asked for each."""
     with _compiling:
-        return _module(cupy, constants).get_function(name)
+        return _module(cupy, ordinal, constants).get_function(name)
 
 
 _compiling = threading.Lock()
