@@ -12,16 +12,18 @@ blocks.scatter, blocks.settle, blocks.fetch)`` moves it.
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from terracekv.connector.connection import Trouble
+from terracekv.kernels.batch import Batch
 from terracekv.kernels.choice import SCRATCH_BYTES, Measured, measure
 from terracekv.kernels.cuda import Device, device_of
 from terracekv.kernels.pages import address_of
 from terracekv.kernels.pinned import Pinned
 from terracekv.kernels.runs import Runs
 from terracekv.kernels.shared import Shared
-from terracekv.kernels.transfer import PART_BYTES, STAGED, After, Batch, Transfer
+from terracekv.kernels.transfer import PART_BYTES, STAGED, After, Transfer
 
 COPY_FAILED = "copy_failed"
 Move = Callable[[Sequence[Sequence[int]], Sequence[int], After], Batch]
@@ -233,6 +235,11 @@ class DeviceBlocks:
             self._where[index] = (batch, place)
 
     def _trouble(self, error: RuntimeError) -> Trouble:
+        """Nothing may be under way any more when a call fails: what was begun ends first, however it ends."""
         self._failed = str(error)
         self._waiting.clear()
+        left, self._where = {batch for batch, _ in self._where.values()}, {}
+        for batch in left:
+            with suppress(RuntimeError):
+                batch.finish()
         return Trouble(COPY_FAILED, self._failed)

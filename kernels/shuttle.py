@@ -87,10 +87,13 @@ class Shuttle:
         return self._host.covers_all(address_of(payload), payload.nbytes)
 
     def _copy(self, address: int, payload: memoryview, write: bool) -> None:
+        """What was begun is over when this ends, however it does: the payload is another's then."""
         assert self._host is not None
         start = address_of(payload)
-        for part, length in self._host.spans(start, payload.nbytes):
-            there = address + part - start
-            to, source = (there, part) if write else (part, there)
-            self._device.copy(to, source, length, self._stream.ptr)
-        self._device.synchronize(self._stream.ptr)
+        try:
+            for part, length in self._host.spans(start, payload.nbytes):
+                there = address + part - start
+                to, source = (there, part) if write else (part, there)
+                self._device.copy(to, source, length, self._stream.ptr)
+        finally:
+            self._device.synchronize(self._stream.ptr)

@@ -22,7 +22,7 @@ from terracekv.tests.harness import TOKENS, Daemon, layout_of, until
 from terracekv.tests.kernels.emulated import COMPILER, WITHOUT
 from terracekv.tests.kernels.fake_cupy import FakeCupy
 from terracekv.tests.kernels.fake_world import World
-from terracekv.tests.kernels.gpus import PAGES, PAGES_PER_BLOCK, Engine, engine_on
+from terracekv.tests.kernels.gpus import PAGES, PAGES_PER_BLOCK, Engine, bytes_at, engine_on, slots_for
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.tier import Outcome
 
@@ -257,6 +257,30 @@ def test_a_copier_measures_which_way_is_faster_unless_told_not_to() -> None:
             assert copier.report()["not_measured"] is None
         with copier_of(engine) as copier:
             assert copier.measured.choice == STAGED
+
+
+@pytest.mark.fault(2)
+@pytest.mark.fault(16)
+def test_a_wait_that_fails_leaves_nothing_under_way_and_keeps_nothing() -> None:
+    """What was begun after the block that is waited for included: its slots are another's in a moment."""
+    fake = FakeCupy()
+    with engine_on(fake) as engine, copier_of(engine) as copier, slots_for(engine, COUNT) as slots:
+        detach = copier.attach(slots.view)
+        until(lambda: copier.report()["pageable_reason"] or copier.report()["pinned_bytes"], "pinning is over")
+        made: list[int] = []
+        for _ in range(3):
+            engine.compute()
+            blocks = copier.blocks(blocks_of(engine), engine.stream.ptr)
+            for index, address in enumerate(slots.addresses):
+                blocks.gather(index, bytes_at(address, engine.block_bytes))
+            assert fake.busy
+            fake.fail_calls["eventSynchronize"] = 0
+            with pytest.raises(Trouble, match="told to fail"):
+                blocks.settle(0)
+            assert not fake.busy
+            made.append(len(fake._events))
+        assert len(set(made)) == 1, "events are used again"
+        detach()
 
 
 def test_settling_is_in_order_and_again_is_nothing() -> None:
