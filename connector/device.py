@@ -26,6 +26,7 @@ from terracekv.kernels.shared import Shared
 from terracekv.kernels.transfer import PART_BYTES, STAGED, After, Transfer
 
 COPY_FAILED = "copy_failed"
+READ_ONLY = "this client may only read the arena (access=read), and only what can be written is pinned"
 Move = Callable[[Sequence[Sequence[int]], Sequence[int], After], Batch]
 """As ``Transfer.gather``: pages of blocks, addresses of payloads, and what to wait for."""
 
@@ -37,12 +38,16 @@ class _Pinning:
         self.pinned = Pinned(device, address_of(view), view.nbytes)
         self.users = 0
         self._thread = threading.Thread(target=self.pinned.pin, name="terracekv-pin", daemon=True)
-        self._thread.start()
+        if view.readonly:
+            self.pinned.reason = READ_ONLY  # CUDA would refuse it, and that would count for other mappings too
+        else:
+            self._thread.start()
 
     def end(self) -> None:
         """Returns when nothing of it is pinned any more."""
         self.pinned.close()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 _sharing = threading.Lock()

@@ -56,7 +56,7 @@ def copier_of(engine: Engine) -> Iterator[DeviceCopier]:
         yield copier
 
 
-def client_of(daemon: Daemon, copier: DeviceCopier) -> Client:
+def client_of(daemon: Daemon, copier: DeviceCopier, access: str = "write") -> Client:
     return Client(
         daemon.socket,
         model="m",
@@ -66,6 +66,7 @@ def client_of(daemon: Daemon, copier: DeviceCopier) -> Client:
         layout=layout_of(copier.block_bytes),
         strict=True,
         attach=copier.attach,
+        access=access,
     )
 
 
@@ -180,6 +181,21 @@ def test_the_arena_is_pinned_while_it_is_mapped_and_what_is_not_is_reported(daem
         )
         client.close()
         assert copier.report()["pageable_bytes"] == 0
+
+
+def test_a_client_that_may_only_read_loads_into_the_pages_of_a_gpu(daemon: Daemon) -> None:
+    """Its mapping cannot be written, so it is copied from as pageable memory, and that is told."""
+    with joined(daemon, FakeCupy()) as (engine, copier, client, keys), copier_of(engine) as other:
+        blocks = copier.blocks(blocks_of(engine), engine.stream.ptr)
+        assert client.store(keys, blocks.gather, settle=blocks.settle) == Stored(stored=COUNT)
+        expected = [engine.payload(pages) for pages in blocks._pages]
+        with closing(client_of(daemon, other, access="read")) as reader:
+            assert reader.joined and "access=read" in other.report()["pageable_reason"]
+            engine.compute()
+            loading = other.blocks(blocks_of(engine), engine.stream.ptr)
+            assert reader.load(keys, loading.scatter, loading.settle) == Loaded(COUNT, None)
+            assert [engine.payload(pages) for pages in loading._pages] == expected
+        assert pinned._refused is None
 
 
 @pytest.mark.fault(80)
