@@ -9,6 +9,7 @@ while the other is on the bus.
 
 import ctypes
 import threading
+from contextlib import suppress
 
 from terracekv.kernels.cuda import Device
 from terracekv.kernels.pages import address_of
@@ -66,11 +67,13 @@ class Shuttle:
                 self._empty(into, starts[-1], (len(starts) - 1) % 2)
 
     def close(self) -> None:
-        """Nobody copies any more."""
+        """Nobody copies any more. After an error of the GPU there may be nothing to give back to."""
         self._view.release()
-        self._device.free_pinned(self._buffer)
+        with suppress(RuntimeError):
+            self._device.free_pinned(self._buffer)
         for event in self._events:
-            self._device.destroy_event(event)
+            with suppress(RuntimeError):
+                self._device.destroy_event(event)
 
     def _fetch(self, address: int, start: int, length: int, half: int) -> None:
         self._device.copy(self._buffer + half * self._size, address + start, length, self._stream.ptr)
