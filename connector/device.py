@@ -231,15 +231,18 @@ class DeviceBlocks:
 
     def _start(self) -> None:
         waiting, self._waiting = self._waiting, []
-        pages, addresses = [self._pages[index] for index, _ in waiting], [address for _, address in waiting]
         try:
-            batch = self._move(pages, addresses, self._after)
+            pages = [self._pages[index] for index, _ in waiting]
+            batch = self._move(pages, [address for _, address in waiting], self._after)
         except RuntimeError as error:
             raise self._trouble(error) from error
+        except BaseException as error:  # a page that is not there, say
+            self._trouble(error)
+            raise
         for place, (index, _) in enumerate(waiting):
             self._where[index] = (batch, place)
 
-    def _trouble(self, error: RuntimeError) -> Trouble:
+    def _trouble(self, error: BaseException) -> Trouble:
         """Nothing may be under way any more when a call fails: what was begun ends first, however it ends."""
         self._failed = str(error)
         self._waiting.clear()

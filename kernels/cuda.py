@@ -1,8 +1,8 @@
 """One GPU: its memory, streams, events, copies and the kernels of ``copy.cu``. The only ``import cupy``, at call time.
 
-Owns nothing but what a caller allocates through it; a ``Device`` may be used from any thread, and leaves a thread's
-current device as it found it. Called by ``pinned.py``, ``transfer.py``, tiers and connectors. Imports the standard
-library, and CuPy when the first device is opened.
+Owns nothing but what a caller allocates through it; a ``Device`` may be used from any thread, and leaves the current
+device of a thread that uses another as it found it. Called by ``pinned.py``, ``transfer.py``, tiers and connectors.
+Imports the standard library and ``driver``, and CuPy when the first device is opened.
 
 Addresses, streams and events are integers, as CUDA and every tensor library know them, so an engine's own streams can
 be waited for. Sizes are bytes. CUDA's errors are RuntimeErrors (CuPy's subclasses name the code); ``NoCuda`` is raised
@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from terracekv.kernels import driver
+
 SOURCE = Path(__file__).with_name("copy.cu")
 THREADS = 256
 """Of a block of a launch: eight warps, so that a multiprocessor is full with eight blocks."""
@@ -25,7 +27,6 @@ _TO_ANY = 4
 _EVENT_PLAIN, _EVENT_TIMED = 2, 0
 _NOT_READY = 600
 _REGISTER_PORTABLE_MAPPED = 3
-_BATCH_IN_STREAM_ORDER = 1
 _CAPTURE_THREAD_LOCAL = 1
 _HANDLE_BYTES = 64
 
@@ -41,18 +42,6 @@ class Stream(Protocol):
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *exc: Any) -> Any: ...
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: how the copies of a batch read their sources. The two locations are hints for managed
-    memory."""
-
-    _fields_ = [
-        ("access_order", ctypes.c_int),
-        ("source_hint", ctypes.c_int * 2),
-        ("target_hint", ctypes.c_int * 2),
-        ("flags", ctypes.c_uint),
-    ]
 
 
 def devices() -> "list[Device]":
@@ -121,21 +110,33 @@ class Device:
         name = about["name"]
         self.name: str = name.decode() if isinstance(name, bytes) else name
         self.multiprocessors: int = about["multiProcessorCount"]
-        self._batch = _batch_copy()
-        self._exchange_capture_mode = _driver_function("cuThreadExchangeStreamCaptureMode")
+        self._batch = driver.batch_copy()
+        self._exchange_capture_mode = driver.function("cuThreadExchangeStreamCaptureMode")
+        self._context_state = driver.function("cuDevicePrimaryCtxGetState")
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The thread's current device is this one, until the end of the block."""
+        """The thread's current device is this one, until the end of the block. A thread that was on a GPU which this
+        process does not use, as every new one is on the first, stays here: to go back is to make a context there, which
+        takes hundreds of megabytes from whoever works on that GPU."""
         before = self._cuda.getDevice()
         if before == self.ordinal:
             yield
             return
+        back = self._in_use(before)
         self._cuda.setDevice(self.ordinal)
         try:
             yield
         finally:
-            self._cuda.setDevice(before)
+            if back:
+                self._cuda.setDevice(before)
+
+    def _in_use(self, ordinal: int) -> bool:
+        """Whether this process has a context on a GPU."""
+        flags, active = ctypes.c_uint(), ctypes.c_int(1)
+        if self._context_state is not None:
+            self._context_state(ordinal, ctypes.byref(flags), ctypes.byref(active))
+        return bool(active.value)
 
     @contextmanager
     def _beside_captures(self) -> Iterator[None]:
@@ -232,7 +233,8 @@ class Device:
             return int(self._cuda.eventCreateWithFlags(_EVENT_TIMED if timed else _EVENT_PLAIN))
 
     def destroy_event(self, event: int) -> None:
-        self._cuda.eventDestroy(event)
+        with self.current():
+            self._cuda.eventDestroy(event)
 
     def record(self, event: int, stream: int) -> None:
         """The event happens when all that the stream was given until now is done."""
@@ -259,7 +261,8 @@ class Device:
 
     def seconds(self, start: int, end: int) -> float:
         """Between two timed events that have happened."""
-        return float(self._cuda.eventElapsedTime(start, end)) / 1e3
+        with self.current():
+            return float(self._cuda.eventElapsedTime(start, end)) / 1e3
 
     # Work.
 
@@ -279,7 +282,7 @@ class Device:
         count = len(copies)
         array = ctypes.c_uint64 * count
         to, source, size = (array(*column) for column in zip(*copies, strict=True))
-        how, first = _Attributes(access_order=_BATCH_IN_STREAM_ORDER), ctypes.c_size_t(0)
+        how, first = driver.in_stream_order(), ctypes.c_size_t(0)
         with self.current():
             code = self._batch(to, source, size, count, ctypes.byref(how), ctypes.byref(first), 1, stream)
         if code:
@@ -335,52 +338,10 @@ def _uuid(raw: bytes, ordinal: int) -> str:
 
 
 def _driver_uuid(ordinal: int) -> bytes:
-    driver = ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
     device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
-    code = driver.cuDeviceGet(ctypes.byref(device), ordinal) or ask(found, device)
+    ask = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
+    code = library.cuDeviceGet(ctypes.byref(device), ordinal) or ask(found, device)
     if code:
         raise NoCuda(f"the driver does not name GPU {ordinal}: CUDA error {code}")
     return bytes(found)
-
-
-def _driver_function(name: str) -> Any:
-    """A function of the driver that CuPy does not offer, or None."""
-    try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), name, None)
-    except OSError:
-        return None
-
-
-def _batch_copy() -> Any:
-    """The driver's batch copy with the arguments of version 2, or None. CuPy does not offer it."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    if hasattr(driver, "cuMemcpyBatchAsync_v2"):
-        function = driver.cuMemcpyBatchAsync_v2
-        function.argtypes = _BATCH_ARGUMENTS
-        return function
-    if not hasattr(driver, "cuMemcpyBatchAsync"):
-        return None
-    first_version = driver.cuMemcpyBatchAsync
-    first_version.argtypes = (*_BATCH_ARGUMENTS[:-1], ctypes.c_void_p, ctypes.c_void_p)
-
-    def call(*arguments: Any) -> Any:
-        failed = ctypes.c_size_t()
-        return first_version(*arguments[:-1], ctypes.byref(failed), arguments[-1])
-
-    return call
-
-
-_BATCH_ARGUMENTS = (
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-)

@@ -299,6 +299,19 @@ def test_a_wait_that_fails_leaves_nothing_under_way_and_keeps_nothing() -> None:
         detach()
 
 
+@pytest.mark.fault(16)
+@pytest.mark.parametrize("pages", [[0, 1, PAGES], [0, 1]])
+def test_a_block_in_pages_that_are_not_there_leaves_nothing_under_way(daemon: Daemon, pages: list[int]) -> None:
+    """A mistake of the engine's, which is told; the blocks before it were begun."""
+    fake = FakeCupy()
+    with joined(daemon, fake) as (engine, copier, client, keys):
+        until(lambda: copier.report()["pinned_bytes"], "the arena is pinned: else copies wait")
+        blocks = copier.blocks([*blocks_of(engine)[: COUNT - 1], pages], engine.stream.ptr)
+        with pytest.raises((ValueError, AssertionError)):
+            client.store(keys, blocks.gather, settle=blocks.settle)
+        assert not fake.busy
+
+
 def test_settling_is_in_order_and_again_is_nothing() -> None:
     fake = FakeCupy()
     with engine_on(fake) as engine, copier_of(engine) as copier:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from terracekv.kernels import cuda
+from terracekv.kernels import cuda, driver
 from terracekv.kernels.cuda import NoCuda
 from terracekv.tests.kernels.fake_cupy import FakeCupy, FakeError
 from terracekv.tests.kernels.gpus import device_on
@@ -209,6 +209,57 @@ def test_a_thread_keeps_its_current_device() -> None:
     assert seen == [1] and fake.cuda.runtime.getDevice() == 0
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_no_context_is_made_on_a_gpu_that_the_process_does_not_use(in_use: bool) -> None:
+    """A new thread is on the first GPU, and setDevice makes a context: one for each rank of an engine, on the GPU of
+    the first."""
+    fake = FakeCupy(gpus=2)
+    contexts = {0} if in_use else set()
+    set_device = fake.cuda.runtime.setDevice
+
+    def state(ordinal: int, _: Any, active: Any) -> int:
+        active._obj.value = ordinal in contexts
+        return 0
+
+    def switch(ordinal: int) -> None:
+        contexts.add(ordinal)
+        set_device(ordinal)
+
+    fake.cuda.runtime.setDevice = switch
+    device = device_on(fake, 1)
+    device._context_state = state
+    event = device.event()
+    device.await_event(event)
+    device.destroy_event(event)
+    device.free(device.allocate(256))
+    assert contexts == ({0, 1} if in_use else {1})
+    assert fake.cuda.runtime.getDevice() == (0 if in_use else 1)
+
+
+@pytest.mark.parametrize("call", ["await_event", "happened", "synchronize", "destroy_event"])
+def test_no_call_is_made_on_another_gpu_than_the_devices(call: str) -> None:
+    """CUDA makes a context on the thread's device for whatever it is asked first."""
+    fake = FakeCupy(gpus=2)
+    device = device_on(fake, 1)
+    event, stream = device.event(), device.stream()
+    seen: list[int] = []
+    names = {
+        "await_event": "eventSynchronize",
+        "happened": "eventQuery",
+        "synchronize": "streamSynchronize",
+        "destroy_event": "eventDestroy",
+    }
+    real = getattr(fake.cuda.runtime, names[call])
+
+    def watched(handle: int) -> Any:
+        seen.append(fake.cuda.runtime.getDevice())
+        return real(handle)
+
+    setattr(fake.cuda.runtime, names[call], watched)
+    getattr(device, call)(stream.ptr if call == "synchronize" else event)
+    assert seen == [1]
+
+
 def test_kernels_are_compiled_once_for_a_geometry() -> None:
     fake = FakeCupy()
     made: list[tuple[str, ...]] = []
@@ -252,7 +303,7 @@ def test_the_batch_copy_of_the_first_version_is_given_its_extra_argument(monkeyp
         cuMemcpyBatchAsync = Function()  # noqa: N815
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    function = cuda._batch_copy()
+    function = driver.batch_copy()
     assert function(1, 2, 3, 4, 5, 6, 7, 8) == 0
     assert given[0][:7] == (1, 2, 3, 4, 5, 6, 7) and given[0][8] == 8
     assert len(Driver.cuMemcpyBatchAsync.argtypes) == 9
@@ -263,4 +314,4 @@ def test_without_a_driver_there_is_no_batch_copy(monkeypatch: pytest.MonkeyPatch
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert cuda._batch_copy() is None
+    assert driver.batch_copy() is None
