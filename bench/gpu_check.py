@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,24 +160,33 @@ PARTS: dict[str, Callable[[Device], str]] = {
 }
 
 
-def check(device: Device, parts: list[str]) -> Iterator[Result]:
-    """Run parts one after the other; one that fails does not keep the others from running."""
-    for name in parts:
+def check(device: Device, parts: dict[str, Callable[[Device], str]]) -> Iterator[Result]:
+    """Run parts one after the other; one that fails, however it does, does not keep the others from running."""
+    for name, part in parts.items():
         start = time.monotonic()
         try:
-            ok, detail = True, PARTS[name](device)
+            ok, detail = True, part(device)
         except Skipped as reason:
             ok, detail = None, str(reason)
-        except (AssertionError, RuntimeError, OSError, ValueError, subprocess.SubprocessError) as error:
+        except Exception as error:
             ok, detail = False, f"{type(error).__name__}: {error}"
         yield Result(name, ok, detail, round(time.monotonic() - start, 2))
 
 
+def measured(wanted: list[Geometry], size: int, into: list[dict[str, Any]]) -> dict[str, Callable[[Device], str]]:
+    """A part for the figures of each geometry, which are added to ``into`` as they come."""
+
+    def of(geometry: Geometry, device: Device) -> str:
+        before = len(into)
+        for figure in gpu_copy.figures(device, geometry, bytes_moved=size):
+            into.append(figure)
+        return f"{len(into) - before} figures"
+
+    return {geometry.name: partial(of, geometry) for geometry in wanted}
+
+
 def report(device: Device, results: list[Result], figures: list[dict[str, Any]], into: Path) -> None:
-    """Table on the terminal, JSON in a file."""
-    for result in results:
-        verdict = {True: "ok", False: "FAILED", None: "skipped"}[result.ok]
-        print(f"{result.part:<10} {verdict:<8} {result.seconds:>7.1f} s  {result.detail}")
+    """Figures on the terminal, all in a JSON file."""
     for figure in figures:
         print(
             f"{figure['geometry']:<22} {figure['name']:<20} {figure['value']:>9.2f} {figure['unit']}"
@@ -191,6 +201,16 @@ def report(device: Device, results: list[Result], figures: list[dict[str, Any]],
     into.parent.mkdir(parents=True, exist_ok=True)
     into.write_text(json.dumps(document, indent=1) + "\n")
     print(f"written to {into}")
+
+
+def chosen(
+    parser: argparse.ArgumentParser, names: str, known: dict[str, Callable[[Device], str]]
+) -> dict[str, Callable[[Device], str]]:
+    """What a person named of what there is, in that order; ends the program for a name that is none."""
+    wanted = [name for name in names.split(",") if name]
+    if strange := [name for name in wanted if name not in known]:
+        parser.error(f"no such: {', '.join(strange)}; there are {', '.join(known)}")
+    return {name: known[name] for name in wanted}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -208,9 +228,15 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if given.open:
         return opened(given.open[0], given.open[1], int(given.open[2]))
-    results = list(check(device, [part for part in given.parts.split(",") if part]))
-    wanted: list[Geometry] = [each for each in GEOMETRIES if each.name in given.figures.split(",")]
-    figures = [figure for each in wanted for figure in gpu_copy.figures(device, each, bytes_moved=given.bytes)]
+    figures: list[dict[str, Any]] = []
+    results = []
+    work = chosen(parser, given.parts, PARTS) | chosen(
+        parser, given.figures, measured(list(GEOMETRIES), given.bytes, figures)
+    )
+    for result in check(device, work):
+        results.append(result)
+        verdict = {True: "ok", False: "FAILED", None: "skipped"}[result.ok]
+        print(f"{result.part:<22} {verdict:<8} {result.seconds:>7.1f} s  {result.detail}", flush=True)
     name = device.name.lower().replace(" ", "-")
     report(device, results, figures, given.out or Path(tempfile.gettempdir()) / f"terracekv-gpu-{name}.json")
     return int(any(result.ok is False for result in results))

@@ -12,18 +12,21 @@ blocks.scatter, blocks.settle, blocks.fetch)`` moves it.
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from terracekv.connector.connection import Trouble
+from terracekv.kernels.batch import Batch
 from terracekv.kernels.choice import SCRATCH_BYTES, Measured, measure
 from terracekv.kernels.cuda import Device, device_of
 from terracekv.kernels.pages import address_of
 from terracekv.kernels.pinned import Pinned
 from terracekv.kernels.runs import Runs
 from terracekv.kernels.shared import Shared
-from terracekv.kernels.transfer import PART_BYTES, STAGED, After, Batch, Transfer
+from terracekv.kernels.transfer import PART_BYTES, STAGED, After, Transfer
 
 COPY_FAILED = "copy_failed"
+READ_ONLY = "this client may only read the arena (access=read), and only what can be written is pinned"
 Move = Callable[[Sequence[Sequence[int]], Sequence[int], After], Batch]
 """As ``Transfer.gather``: pages of blocks, addresses of payloads, and what to wait for."""
 
@@ -35,12 +38,16 @@ class _Pinning:
         self.pinned = Pinned(device, address_of(view), view.nbytes)
         self.users = 0
         self._thread = threading.Thread(target=self.pinned.pin, name="terracekv-pin", daemon=True)
-        self._thread.start()
+        if view.readonly:
+            self.pinned.reason = READ_ONLY  # CUDA would refuse it, and that would count for other mappings too
+        else:
+            self._thread.start()
 
     def end(self) -> None:
         """Returns when nothing of it is pinned any more."""
         self.pinned.close()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 _sharing = threading.Lock()
@@ -224,15 +231,23 @@ class DeviceBlocks:
 
     def _start(self) -> None:
         waiting, self._waiting = self._waiting, []
-        pages, addresses = [self._pages[index] for index, _ in waiting], [address for _, address in waiting]
         try:
-            batch = self._move(pages, addresses, self._after)
+            pages = [self._pages[index] for index, _ in waiting]
+            batch = self._move(pages, [address for _, address in waiting], self._after)
         except RuntimeError as error:
             raise self._trouble(error) from error
+        except BaseException as error:  # a page that is not there, say
+            self._trouble(error)
+            raise
         for place, (index, _) in enumerate(waiting):
             self._where[index] = (batch, place)
 
-    def _trouble(self, error: RuntimeError) -> Trouble:
+    def _trouble(self, error: BaseException) -> Trouble:
+        """Nothing may be under way any more when a call fails: what was begun ends first, however it ends."""
         self._failed = str(error)
         self._waiting.clear()
+        left, self._where = {batch for batch, _ in self._where.values()}, {}
+        for batch in left:
+            with suppress(RuntimeError):
+                batch.finish()
         return Trouble(COPY_FAILED, self._failed)

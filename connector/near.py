@@ -37,7 +37,9 @@ class Near:
             self.why = welcome.no_gpu
             return None
         try:
-            self.memory = Shared(self._device, Exported(welcome.gpu.uuid, welcome.gpu.handle, welcome.gpu.size_bytes))
+            offered = welcome.gpu
+            exported = Exported(offered.uuid, offered.handle, offered.size_bytes, offered.made)
+            self.memory = Shared(self._device, exported)
             self.why = None
         except NotShared as error:
             self.why = str(error)

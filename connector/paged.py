@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 from terracekv.connector.connection import Trouble
 from terracekv.connector.device import COPY_FAILED, Arenas, Move
+from terracekv.kernels.batch import Batch
 from terracekv.kernels.cuda import Device, device_of
 from terracekv.kernels.pages import address_of
 from terracekv.kernels.runs import Runs
 from terracekv.kernels.shared import Shared
-from terracekv.kernels.transfer import PART_BYTES, After, Batch, Transfer
+from terracekv.kernels.transfer import PART_BYTES, After, Transfer
 
 Tables = Sequence[Sequence[int]]
 """For each group, pages in order."""
@@ -113,9 +114,14 @@ class Paged:
         """Wait until block ``index``, and all begun before it, are whole."""
         if self._failed is not None:
             raise Trouble(COPY_FAILED, self._failed)
-        while index in self._begun:
-            first = next(iter(self._begun))
-            self._finish(self._begun.pop(first))
+        try:
+            while index in self._begun:
+                first, batches = next(iter(self._begun.items()))
+                for batch in batches:
+                    batch.finish()
+                del self._begun[first]
+        except RuntimeError as error:
+            raise self._trouble(error) from error
 
     def _start(self, index: int, moves: Sequence[Move], tables: Tables, first_token: int, payload: int) -> None:
         batches = self._begun.setdefault(index, [])
@@ -132,13 +138,6 @@ class Paged:
         except ValueError as error:  # a page that is not there
             self._trouble(error)
             raise
-
-    def _finish(self, batches: list[Batch]) -> None:
-        try:
-            for batch in batches:
-                batch.finish()
-        except RuntimeError as error:
-            raise self._trouble(error) from error
 
     def _trouble(self, error: Exception) -> Trouble:
         """Nothing may be under way any more when a call fails: what was begun ends first, however it ends."""

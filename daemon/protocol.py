@@ -211,11 +211,13 @@ Request = Hello | Lookup | Acquire | Release | Reserve | Commit | Abort | Prefet
 
 
 class GpuMemory(msgspec.Struct, frozen=True, array_like=True):
-    """The gpu tier's allocation: the GPU's UUID, CUDA's IPC handle, and the bytes that slots may lie in."""
+    """The gpu tier's allocation: the GPU's UUID, CUDA's IPC handle, the bytes that slots may lie in, and bytes that no
+    other daemon's allocation has, as its handle may be the same."""
 
     uuid: str
     handle: bytes
     size_bytes: int
+    made: bytes = b""
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):

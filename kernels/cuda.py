@@ -1,8 +1,8 @@
 """One GPU: its memory, streams, events, copies and the kernels of ``copy.cu``. The only ``import cupy``, at call time.
 
-Owns nothing but what a caller allocates through it; a ``Device`` may be used from any thread, and leaves a thread's
-current device as it found it. Called by ``pinned.py``, ``transfer.py``, tiers and connectors. Imports the standard
-library, and CuPy when the first device is opened.
+Owns nothing but what a caller allocates through it; a ``Device`` may be used from any thread, and leaves the current
+device of a thread that uses another as it found it. Called by ``pinned.py``, ``transfer.py``, tiers and connectors.
+Imports the standard library and ``driver``, and CuPy when the first device is opened.
 
 Addresses, streams and events are integers, as CUDA and every tensor library know them, so an engine's own streams can
 be waited for. Sizes are bytes. CUDA's errors are RuntimeErrors (CuPy's subclasses name the code); ``NoCuda`` is raised
@@ -18,14 +18,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from terracekv.kernels import driver
+
 SOURCE = Path(__file__).with_name("copy.cu")
 THREADS = 256
 """Of a block of a launch: eight warps, so that a multiprocessor is full with eight blocks."""
 _TO_ANY = 4
 _EVENT_PLAIN, _EVENT_TIMED = 2, 0
+_NOT_READY = 600
 _REGISTER_PORTABLE_MAPPED = 3
-_BATCH_IN_STREAM_ORDER = 1
 _CAPTURE_THREAD_LOCAL = 1
+_HANDLE_BYTES = 64
 
 
 class NoCuda(RuntimeError):
@@ -39,18 +42,6 @@ class Stream(Protocol):
 
     def __enter__(self) -> Any: ...
     def __exit__(self, *exc: Any) -> Any: ...
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: how the copies of a batch read their sources. The two locations are hints for managed
-    memory."""
-
-    _fields_ = [
-        ("access_order", ctypes.c_int),
-        ("source_hint", ctypes.c_int * 2),
-        ("target_hint", ctypes.c_int * 2),
-        ("flags", ctypes.c_uint),
-    ]
 
 
 def devices() -> "list[Device]":
@@ -91,6 +82,7 @@ def device_of(address: int) -> "Device":
 
 
 _MEMORY_DEVICE = 2
+_CACHE = "set CUPY_CACHE_DIR to a folder that can be written"
 
 
 @functools.cache
@@ -101,6 +93,8 @@ def _cupy() -> ModuleType:
         raise NoCuda(
             f"CuPy cannot be imported ({error}): install terracekv[gpu], or cupy-cuda12x for CUDA 12"
         ) from None
+    except OSError as error:  # its cache of kernels is made at once, beneath the user's home
+        raise NoCuda(f"CuPy has no place for its kernels ({error}): {_CACHE}") from None
     return cupy  # type: ignore[no-any-return, unused-ignore]
 
 
@@ -116,21 +110,33 @@ class Device:
         name = about["name"]
         self.name: str = name.decode() if isinstance(name, bytes) else name
         self.multiprocessors: int = about["multiProcessorCount"]
-        self._batch = _batch_copy()
-        self._exchange_capture_mode = _driver_function("cuThreadExchangeStreamCaptureMode")
+        self._batch = driver.batch_copy()
+        self._exchange_capture_mode = driver.function("cuThreadExchangeStreamCaptureMode")
+        self._context_state = driver.function("cuDevicePrimaryCtxGetState")
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The thread's current device is this one, until the end of the block."""
+        """The thread's current device is this one, until the end of the block. A thread that was on a GPU which this
+        process does not use, as every new one is on the first, stays here: to go back is to make a context there, which
+        takes hundreds of megabytes from whoever works on that GPU."""
         before = self._cuda.getDevice()
         if before == self.ordinal:
             yield
             return
+        back = self._in_use(before)
         self._cuda.setDevice(self.ordinal)
         try:
             yield
         finally:
-            self._cuda.setDevice(before)
+            if back:
+                self._cuda.setDevice(before)
+
+    def _in_use(self, ordinal: int) -> bool:
+        """Whether this process has a context on a GPU."""
+        flags, active = ctypes.c_uint(), ctypes.c_int(1)
+        if self._context_state is not None:
+            self._context_state(ordinal, ctypes.byref(flags), ctypes.byref(active))
+        return bool(active.value)
 
     @contextmanager
     def _beside_captures(self) -> Iterator[None]:
@@ -199,6 +205,8 @@ class Device:
 
     def open(self, handle: bytes) -> int:
         """The address here of what another process exported. RuntimeError when it cannot be reached from here."""
+        if len(handle) != _HANDLE_BYTES:
+            raise RuntimeError(f"a handle of {len(handle)} bytes is none of CUDA's, which have {_HANDLE_BYTES}")
         with self._beside_captures():
             return int(self._cuda.ipcOpenMemHandle(handle))
 
@@ -217,14 +225,16 @@ class Device:
 
     def synchronize(self, stream: int) -> None:
         """Wait for all that a stream was given; raises what went wrong in it."""
-        self._cuda.streamSynchronize(stream)
+        with self._beside_captures():
+            self._cuda.streamSynchronize(stream)
 
     def event(self, *, timed: bool = False) -> int:
         with self.current():
             return int(self._cuda.eventCreateWithFlags(_EVENT_TIMED if timed else _EVENT_PLAIN))
 
     def destroy_event(self, event: int) -> None:
-        self._cuda.eventDestroy(event)
+        with self.current():
+            self._cuda.eventDestroy(event)
 
     def record(self, event: int, stream: int) -> None:
         """The event happens when all that the stream was given until now is done."""
@@ -237,15 +247,22 @@ class Device:
             self._cuda.streamWaitEvent(stream, event)
 
     def happened(self, event: int) -> bool:
-        return bool(self._cuda.eventQuery(event) == 0)
+        """Raises what went wrong before it: such an event would never happen. CuPy answers with CUDA's code here."""
+        with self._beside_captures():
+            code = self._cuda.eventQuery(event)
+        if code not in (0, _NOT_READY):
+            raise RuntimeError(f"cudaEventQuery failed with CUDA error {code}")
+        return bool(code == 0)
 
     def await_event(self, event: int) -> None:
         """Wait for the event as last recorded; the interpreter lock is let go."""
-        self._cuda.eventSynchronize(event)
+        with self._beside_captures():
+            self._cuda.eventSynchronize(event)
 
     def seconds(self, start: int, end: int) -> float:
         """Between two timed events that have happened."""
-        return float(self._cuda.eventElapsedTime(start, end)) / 1e3
+        with self.current():
+            return float(self._cuda.eventElapsedTime(start, end)) / 1e3
 
     # Work.
 
@@ -265,7 +282,7 @@ class Device:
         count = len(copies)
         array = ctypes.c_uint64 * count
         to, source, size = (array(*column) for column in zip(*copies, strict=True))
-        how, first = _Attributes(access_order=_BATCH_IN_STREAM_ORDER), ctypes.c_size_t(0)
+        how, first = driver.in_stream_order(), ctypes.c_size_t(0)
         with self.current():
             code = self._batch(to, source, size, count, ctypes.byref(how), ctypes.byref(first), 1, stream)
         if code:
@@ -274,32 +291,40 @@ class Device:
     def prepare(self, kernel: str, constants: tuple[str, ...] = ()) -> None:
         """Compile a kernel and load it, which takes seconds the first time, before it is needed."""
         with self._beside_captures():
-            _kernel(self._cupy, kernel, constants)
+            _kernel(self._cupy, self.ordinal, kernel, constants)
 
     def launch(
         self, kernel: str, blocks: int, stream: Stream, *arguments: int, constants: tuple[str, ...] = ()
     ) -> None:
         """Start a kernel of ``copy.cu`` with so many blocks; ``constants`` are compiler flags that define some."""
         with self.current(), stream:
-            _kernel(self._cupy, kernel, constants)((blocks,), (THREADS,), arguments)
+            _kernel(self._cupy, self.ordinal, kernel, constants)((blocks,), (THREADS,), arguments)
 
 
 @functools.cache
-def _module(cupy: ModuleType, constants: tuple[str, ...]) -> Any:
-    """Compiled for the thread's current device; CuPy keeps the result on disk for later processes, and compiles by
-    itself for another architecture."""
+def _module(cupy: ModuleType, ordinal: int, constants: tuple[str, ...]) -> Any:
+    """Compiled for the thread's current device, which is ``ordinal``; CuPy keeps the result on disk for later
+    processes."""
     module = cupy.RawModule(code=SOURCE.read_text(), options=("-std=c++17", *constants), backend="nvrtc")
     try:
         module.compile()
     except cupy.cuda.compiler.CompileException as error:
         raise NoCuda(f"the kernels do not compile for this GPU with this CUDA: {error}") from error
+    except OSError as error:
+        raise NoCuda(f"CuPy cannot keep the kernels that it compiled ({error}): {_CACHE}") from error
+    except RuntimeError as error:
+        raise NoCuda(
+            f"the kernels cannot be compiled ({error}): CUDA's run-time compiler comes with a CUDA toolkit, and with"
+            " nvidia-cuda-nvrtc"
+        ) from error
     return module
 
 
 @functools.cache
-def _kernel(cupy: ModuleType, name: str, constants: tuple[str, ...]) -> Any:
+def _kernel(cupy: ModuleType, ordinal: int, name: str, constants: tuple[str, ...]) -> Any:
+    """Loaded for that device: CuPy loads a module for each, and so this is asked for each."""
     with _compiling:
-        return _module(cupy, constants).get_function(name)
+        return _module(cupy, ordinal, constants).get_function(name)
 
 
 _compiling = threading.Lock()
@@ -313,52 +338,10 @@ def _uuid(raw: bytes, ordinal: int) -> str:
 
 
 def _driver_uuid(ordinal: int) -> bytes:
-    driver = ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
     device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
-    code = driver.cuDeviceGet(ctypes.byref(device), ordinal) or ask(found, device)
+    ask = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
+    code = library.cuDeviceGet(ctypes.byref(device), ordinal) or ask(found, device)
     if code:
         raise NoCuda(f"the driver does not name GPU {ordinal}: CUDA error {code}")
     return bytes(found)
-
-
-def _driver_function(name: str) -> Any:
-    """A function of the driver that CuPy does not offer, or None."""
-    try:
-        return getattr(ctypes.CDLL("libcuda.so.1"), name, None)
-    except OSError:
-        return None
-
-
-def _batch_copy() -> Any:
-    """The driver's batch copy with the arguments of version 2, or None. CuPy does not offer it."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    if hasattr(driver, "cuMemcpyBatchAsync_v2"):
-        function = driver.cuMemcpyBatchAsync_v2
-        function.argtypes = _BATCH_ARGUMENTS
-        return function
-    if not hasattr(driver, "cuMemcpyBatchAsync"):
-        return None
-    first_version = driver.cuMemcpyBatchAsync
-    first_version.argtypes = (*_BATCH_ARGUMENTS[:-1], ctypes.c_void_p, ctypes.c_void_p)
-
-    def call(*arguments: Any) -> Any:
-        failed = ctypes.c_size_t()
-        return first_version(*arguments[:-1], ctypes.byref(failed), arguments[-1])
-
-    return call
-
-
-_BATCH_ARGUMENTS = (
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-)

@@ -12,11 +12,29 @@ import os
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_POPULATE_WRITE = 23
+_ANY_BYTES = 0
+
+
+class _Buffer(ctypes.Structure):
+    """Py_buffer: what an object says of its memory."""
+
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("owner", ctypes.c_void_p),
+        ("size", ctypes.c_ssize_t),
+        ("item_size", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("dimensions", ctypes.c_int),
+        ("rest", ctypes.c_void_p * 5),
+    ]
 
 
 def address_of(view: memoryview) -> int:
-    """Address of the first byte of a writable, contiguous view."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    """Address of the first byte of a contiguous view, which may be for reading only."""
+    found = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(found), _ANY_BYTES)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))
+    return found.address or 0
 
 
 def populate(view: memoryview) -> bool:

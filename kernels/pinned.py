@@ -10,6 +10,7 @@ once does not ask again: a failed attempt has been seen to spoil later ones.
 
 import logging
 import threading
+from contextlib import suppress
 
 from terracekv.kernels.cuda import Device
 
@@ -90,9 +91,11 @@ class Pinned:
         return cut
 
     def close(self) -> None:
-        """Unregister all. Nobody copies any more. Idempotent."""
+        """Unregister all. Nobody copies any more. Idempotent. After an error of the GPU there may be nothing to
+        unregister with: what is pinned then ends with the process."""
         self._closed.set()
         with self._lock:
             while self._chunks:
-                self._device.unregister(self._chunks.pop())
+                with suppress(RuntimeError):
+                    self._device.unregister(self._chunks.pop())
             self.pinned_bytes = 0

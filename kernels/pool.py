@@ -43,7 +43,11 @@ class Pool:
     def mark(self, stream: int) -> int:
         """An event that happens when the stream has done what it was given until now."""
         event = self.event()
-        self._device.record(event, stream)
+        try:
+            self._device.record(event, stream)
+        except BaseException:
+            self.give_back(event)
+            raise
         return event
 
     def give_back(self, *events: int) -> None:

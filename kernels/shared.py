@@ -4,10 +4,14 @@ Owns the openings of this process: one per handle, however many use it, because 
 exhausts addresses. Called by the gpu tier (export) and by connectors (open), from any thread. Imports ``cuda``.
 """
 
+import os
 import threading
+from contextlib import suppress
 from typing import NamedTuple
 
 from terracekv.kernels.cuda import Device
+
+MADE_BYTES = 16
 
 
 class NotShared(RuntimeError):
@@ -15,16 +19,18 @@ class NotShared(RuntimeError):
 
 
 class Exported(NamedTuple):
-    """An allocation as another process may open it: GPU (UUID), CUDA's handle, bytes."""
+    """An allocation as another process may open it: GPU (UUID), CUDA's handle, bytes, and what no other allocation has:
+    a handle may be that of an earlier process again."""
 
     uuid: str
     handle: bytes
     size: int
+    made: bytes = b""
 
 
 class _Opening:
-    def __init__(self, device: Device, address: int) -> None:
-        self.device, self.address, self.users = device, address, 0
+    def __init__(self, device: Device, address: int, made: bytes) -> None:
+        self.device, self.address, self.made, self.users = device, address, made, 0
 
 
 _openings: dict[bytes, _Opening] = {}
@@ -39,7 +45,7 @@ _HINT = (
 def export(device: Device, address: int, size: int) -> Exported:
     """Make the allocation that begins at ``address`` reachable. NotShared where CUDA refuses."""
     try:
-        return Exported(device.uuid, device.export(address), size)
+        return Exported(device.uuid, device.export(address), size, os.urandom(MADE_BYTES))
     except RuntimeError as error:
         raise NotShared(f"CUDA does not export this memory ({error}): {_HINT}") from None
 
@@ -56,10 +62,12 @@ class Shared:
             opening = _openings.get(exported.handle)
             if opening is None:
                 try:
-                    opening = _Opening(device, device.open(exported.handle))
+                    opening = _Opening(device, device.open(exported.handle), exported.made)
                 except RuntimeError as error:
                     raise NotShared(f"CUDA does not open memory of the daemon ({error}): {_HINT}") from None
                 _openings[exported.handle] = opening
+            if opening.made != exported.made:  # and CUDA, asked again, would answer with that memory too
+                raise NotShared("this process still has memory of an earlier daemon open under the same handle")
             opening.users += 1
             self._opening: _Opening | None = opening
 
@@ -80,4 +88,5 @@ class Shared:
             opening.users -= 1
             if not opening.users:
                 del _openings[self._handle]
-                opening.device.close(opening.address)
+                with suppress(RuntimeError):  # a GPU in error: what is open ends with the process
+                    opening.device.close(opening.address)

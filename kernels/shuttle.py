@@ -9,6 +9,7 @@ while the other is on the bus.
 
 import ctypes
 import threading
+from contextlib import suppress
 
 from terracekv.kernels.cuda import Device
 from terracekv.kernels.pages import address_of
@@ -66,11 +67,13 @@ class Shuttle:
                 self._empty(into, starts[-1], (len(starts) - 1) % 2)
 
     def close(self) -> None:
-        """Nobody copies any more."""
+        """Nobody copies any more. After an error of the GPU there may be nothing to give back to."""
         self._view.release()
-        self._device.free_pinned(self._buffer)
+        with suppress(RuntimeError):
+            self._device.free_pinned(self._buffer)
         for event in self._events:
-            self._device.destroy_event(event)
+            with suppress(RuntimeError):
+                self._device.destroy_event(event)
 
     def _fetch(self, address: int, start: int, length: int, half: int) -> None:
         self._device.copy(self._buffer + half * self._size, address + start, length, self._stream.ptr)
@@ -87,10 +90,13 @@ class Shuttle:
         return self._host.covers_all(address_of(payload), payload.nbytes)
 
     def _copy(self, address: int, payload: memoryview, write: bool) -> None:
+        """What was begun is over when this ends, however it does: the payload is another's then."""
         assert self._host is not None
         start = address_of(payload)
-        for part, length in self._host.spans(start, payload.nbytes):
-            there = address + part - start
-            to, source = (there, part) if write else (part, there)
-            self._device.copy(to, source, length, self._stream.ptr)
-        self._device.synchronize(self._stream.ptr)
+        try:
+            for part, length in self._host.spans(start, payload.nbytes):
+                there = address + part - start
+                to, source = (there, part) if write else (part, there)
+                self._device.copy(to, source, length, self._stream.ptr)
+        finally:
+            self._device.synchronize(self._stream.ptr)

@@ -2,7 +2,7 @@
 
 Owns two streams on one GPU and, in its ``Pool``, staging buffers, events, parameters and a copy of the bases. Made by a
 connector (or the bench) once the engine's KV exists; called from any thread, one call at a time gets in. Imports
-``cuda``, ``parts``, ``pool`` and ``runs``.
+``batch``, ``cuda``, ``parts``, ``pool`` and ``runs``.
 
 Who waits for whom. ``after`` is the engine's stream: nothing of a call touches its pages before what that stream was
 given until then is done (the KV is written; what used to be in the pages is read). Where copies begin in another thread
@@ -30,9 +30,10 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
+from terracekv.kernels.batch import Batch
 from terracekv.kernels.cuda import Device
 from terracekv.kernels.parts import Cut, Part
-from terracekv.kernels.pool import Buffer, Pool
+from terracekv.kernels.pool import Pool
 from terracekv.kernels.runs import Runs
 
 PART_BYTES = 32 << 20
@@ -85,46 +86,6 @@ class _Staging:
     def __init__(self, pool: Pool, size: int) -> None:
         self.address = pool.memory(size)
         self.free = pool.event()
-
-
-class Batch:
-    """Blocks under way; one thread's. ``finish`` must be called in the end, or what it holds is given back only by
-    ``Transfer.close``."""
-
-    def __init__(self, transfer: "Transfer", block_count: int) -> None:
-        self._transfer = transfer
-        self._device = transfer.device
-        self.events: list[int] = []
-        """One for each part, in order."""
-        self.part_of = [0] * block_count
-        """The last part that has bytes of a block."""
-        self.pages: int | None = None
-        self.buffer: Buffer | None = None
-        self._finished = False
-
-    def wait(self, block: int) -> None:
-        """Until this block, and all before it, are whole where they go. Raises what went wrong."""
-        if not self._finished:
-            self._device.await_event(self.events[self.part_of[block]])
-
-    def done(self, block: int) -> bool:
-        """Whether ``wait`` would return at once."""
-        return self._finished or self._device.happened(self.events[self.part_of[block]])
-
-    def hold(self, stream: int) -> None:
-        """The stream does nothing more before the pages are free to be read and written again."""
-        if not self._finished and self.pages is not None:
-            self._device.wait(stream, self.pages)
-
-    def finish(self) -> None:
-        """Wait for all of it and give back what it used. Idempotent."""
-        if self._finished:
-            return
-        for event in (*self.events[-1:], self.pages):
-            if event is not None:
-                self._device.await_event(event)
-        self._finished = True
-        self._transfer._take_back(self)
 
 
 class Transfer:
@@ -220,10 +181,10 @@ class Transfer:
                 piece.at(*pages)  # raises for a page that is not there: this guards the engine's memory
         with self._lock:
             assert not self._closed
-            batch = Batch(self, len(blocks))
+            batch = Batch(self.device, len(blocks), self._take_back)
             if not blocks:
                 return batch
-            if strategy is Strategy.MAPPED and not all(self._host.covers(slot, self.block_bytes) for slot in slots):
+            if not self._fits(strategy, slots):
                 strategy = Strategy.STAGED
             try:
                 if strategy is Strategy.BATCHED:
@@ -307,14 +268,26 @@ class Transfer:
 
     # Its steps.
 
+    def _fits(self, strategy: Strategy | None, slots: Sequence[int]) -> bool:
+        """Whether a strategy can do with the host's memory: a kernel reaches one registration, and copies of a batch
+        are known not to wait, and to come in order with the stream, for pinned memory only."""
+        if strategy is Strategy.MAPPED:
+            return all(self._host.covers(slot, self.block_bytes) for slot in slots)
+        if strategy is Strategy.BATCHED:
+            spans = (span for slot in slots for span in self._host.spans(slot, self.block_bytes))
+            return all(self._host.covers(address, size) for address, size in spans)
+        return True
+
     def _order(self, before: After, after: int) -> None:
         """What stream ``after`` is given from now on comes after all that ``before`` was given until now, or is."""
         if isinstance(before, Event):
             self.device.wait(after, before.handle)
             return
         event = self._pool.mark(before)
-        self.device.wait(after, event)
-        self._pool.give_back(event)  # recorded anew it is another moment; who waits already waits for this one
+        try:
+            self.device.wait(after, event)
+        finally:
+            self._pool.give_back(event)  # recorded anew it is another moment; who waits already waits for this one
 
     def _launch(self, gather: bool, part: Part, words: list[int], batch: Batch, grid: int) -> None:
         assert batch.buffer is not None
@@ -372,8 +345,10 @@ class Transfer:
 
     # The end.
 
-    def _take_back(self, batch: Batch) -> None:
+    def _take_back(self, batch: Batch, drain: bool) -> None:
         with self._lock:
+            if drain:
+                self._drain()
             self._give_back(batch)
 
     def _give_back(self, batch: Batch) -> None:

@@ -22,7 +22,7 @@ from terracekv.tests.harness import TOKENS, Daemon, layout_of, until
 from terracekv.tests.kernels.emulated import COMPILER, WITHOUT
 from terracekv.tests.kernels.fake_cupy import FakeCupy
 from terracekv.tests.kernels.fake_world import World
-from terracekv.tests.kernels.gpus import PAGES, PAGES_PER_BLOCK, Engine, engine_on
+from terracekv.tests.kernels.gpus import PAGES, PAGES_PER_BLOCK, Engine, bytes_at, engine_on, slots_for
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.tier import Outcome
 
@@ -56,7 +56,7 @@ def copier_of(engine: Engine) -> Iterator[DeviceCopier]:
         yield copier
 
 
-def client_of(daemon: Daemon, copier: DeviceCopier) -> Client:
+def client_of(daemon: Daemon, copier: DeviceCopier, access: str = "write") -> Client:
     return Client(
         daemon.socket,
         model="m",
@@ -66,6 +66,7 @@ def client_of(daemon: Daemon, copier: DeviceCopier) -> Client:
         layout=layout_of(copier.block_bytes),
         strict=True,
         attach=copier.attach,
+        access=access,
     )
 
 
@@ -182,6 +183,21 @@ def test_the_arena_is_pinned_while_it_is_mapped_and_what_is_not_is_reported(daem
         assert copier.report()["pageable_bytes"] == 0
 
 
+def test_a_client_that_may_only_read_loads_into_the_pages_of_a_gpu(daemon: Daemon) -> None:
+    """Its mapping cannot be written, so it is copied from as pageable memory, and that is told."""
+    with joined(daemon, FakeCupy()) as (engine, copier, client, keys), copier_of(engine) as other:
+        blocks = copier.blocks(blocks_of(engine), engine.stream.ptr)
+        assert client.store(keys, blocks.gather, settle=blocks.settle) == Stored(stored=COUNT)
+        expected = [engine.payload(pages) for pages in blocks._pages]
+        with closing(client_of(daemon, other, access="read")) as reader:
+            assert reader.joined and "access=read" in other.report()["pageable_reason"]
+            engine.compute()
+            loading = other.blocks(blocks_of(engine), engine.stream.ptr)
+            assert reader.load(keys, loading.scatter, loading.settle) == Loaded(COUNT, None)
+            assert [engine.payload(pages) for pages in loading._pages] == expected
+        assert pinned._refused is None
+
+
 @pytest.mark.fault(80)
 def test_clients_of_one_process_share_one_mapping_of_the_arena_which_is_pinned_once(daemon: Daemon) -> None:
     def mapped() -> int:
@@ -257,6 +273,43 @@ def test_a_copier_measures_which_way_is_faster_unless_told_not_to() -> None:
             assert copier.report()["not_measured"] is None
         with copier_of(engine) as copier:
             assert copier.measured.choice == STAGED
+
+
+@pytest.mark.fault(2)
+@pytest.mark.fault(16)
+def test_a_wait_that_fails_leaves_nothing_under_way_and_keeps_nothing() -> None:
+    """What was begun after the block that is waited for included: its slots are another's in a moment."""
+    fake = FakeCupy()
+    with engine_on(fake) as engine, copier_of(engine) as copier, slots_for(engine, COUNT) as slots:
+        detach = copier.attach(slots.view)
+        until(lambda: copier.report()["pageable_reason"] or copier.report()["pinned_bytes"], "pinning is over")
+        made: list[int] = []
+        for _ in range(3):
+            engine.compute()
+            blocks = copier.blocks(blocks_of(engine), engine.stream.ptr)
+            for index, address in enumerate(slots.addresses):
+                blocks.gather(index, bytes_at(address, engine.block_bytes))
+            assert fake.busy
+            fake.fail_calls["eventSynchronize"] = 0
+            with pytest.raises(Trouble, match="told to fail"):
+                blocks.settle(0)
+            assert not fake.busy
+            made.append(len(fake._events))
+        assert len(set(made)) == 1, "events are used again"
+        detach()
+
+
+@pytest.mark.fault(16)
+@pytest.mark.parametrize("pages", [[0, 1, PAGES], [0, 1]])
+def test_a_block_in_pages_that_are_not_there_leaves_nothing_under_way(daemon: Daemon, pages: list[int]) -> None:
+    """A mistake of the engine's, which is told; the blocks before it were begun."""
+    fake = FakeCupy()
+    with joined(daemon, fake) as (engine, copier, client, keys):
+        until(lambda: copier.report()["pinned_bytes"], "the arena is pinned: else copies wait")
+        blocks = copier.blocks([*blocks_of(engine)[: COUNT - 1], pages], engine.stream.ptr)
+        with pytest.raises((ValueError, AssertionError)):
+            client.store(keys, blocks.gather, settle=blocks.settle)
+        assert not fake.busy
 
 
 def test_settling_is_in_order_and_again_is_nothing() -> None:

@@ -90,6 +90,7 @@ BROAD_EXCEPT = {
     "tiers/s3.py": 1,
     "tiers/s3_errors.py": 1,
     "tiers/steady.py": 1,
+    "bench/gpu_check.py": 1,
 }
 """How often a module may catch ``Exception``: once for the outermost frame of each kind of task that it runs, and once
 where what a foreign server answers is read."""

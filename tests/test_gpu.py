@@ -9,7 +9,7 @@ import pytest
 
 from terracekv.tests.blocks import BLOCK_BYTES, get, name, payload_of, put, registered
 from terracekv.tests.gpu_tiers import SLAB_BYTES, gpu_tier
-from terracekv.tests.kernels.fake_cupy import FakeCupy
+from terracekv.tests.kernels.fake_cupy import FakeCupy, FakeError
 from terracekv.tests.kernels.gpus import Slots, bytes_at, device_on
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import NoRoom
@@ -169,3 +169,14 @@ def test_pinned_memory_of_the_host_is_copied_without_a_detour(
         into.release()
     slots.close()
     assert not fake.left
+
+
+@pytest.mark.fault(2)
+def test_a_tier_on_a_gpu_that_has_failed_still_closes(tmp_path: Path, namespaces: Namespaces) -> None:
+    """And with it the daemon: the tiers below have blocks to write."""
+    fake = FakeCupy()
+    slots = Slots(device_on(fake), 2, BLOCK_BYTES)
+    with gpu_tier(tmp_path, fake, namespaces, SLAB_BYTES, host=slots.pinned):
+        fake.broken = FakeError("cudaErrorIllegalAddress")
+    assert not (tmp_path / "gpu-slots").exists()
+    slots.close()

@@ -1,6 +1,7 @@
 """``make gpu-check`` itself, on the fake GPU: it finds what is right and says when something is not."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,10 +42,10 @@ def test_the_parts_pass_and_are_written_as_a_table_and_as_json(
     out = tmp_path / "results" / "gpu.json"
     assert gpu_check.main(["--parts", "kernels,pinned", "--figures", "tiny", "--bytes", "2000", "--out", str(out)]) == 0
     table = capsys.readouterr().out
-    assert "kernels    ok" in table and "pinned     ok" in table
+    assert all(re.search(rf"^{part} +ok ", table, re.MULTILINE) for part in ("kernels", "pinned", "tiny"))
     document = json.loads(out.read_text())
     assert document["device"] == "Fake GPU"
-    assert [part["ok"] for part in document["parts"]] == [True, True]
+    assert [part["ok"] for part in document["parts"]] == [True, True, True]
     names = {figure["name"] for figure in document["figures"]}
     assert {"gather staged", "scatter mapped", "gather run by run", "load from gpu tier"} <= names
     assert all(figure["ratio"] > 0 for figure in document["figures"])
@@ -64,6 +65,38 @@ def test_a_kernel_that_is_wrong_fails_its_part_and_not_the_others(
     assert "FAILED" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("error", [TypeError("an argument too many"), RuntimeError("cudaErrorMemoryAllocation")])
+def test_whatever_goes_wrong_the_rest_is_run_and_all_is_written(
+    fake: FakeCupy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+) -> None:
+    """Somebody's minutes on a GPU are not to be had again: neither a mistake of ours nor a full GPU may cost the
+    table."""
+
+    def broken(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setitem(gpu_check.PARTS, "kernels", broken)
+    monkeypatch.setattr(gpu_check, "GEOMETRIES", (TINY,))
+    monkeypatch.setattr(gpu_copy, "figures", broken)
+    out = tmp_path / "gpu.json"
+    assert gpu_check.main(["--parts", "kernels,pinned", "--figures", "tiny", "--out", str(out)]) == 1
+    assert [part["ok"] for part in json.loads(out.read_text())["parts"]] == [False, True, False]
+    assert capsys.readouterr().out.count(str(error)) == 2
+
+
+def test_a_part_that_there_is_none_of_is_named_before_anything_runs(
+    fake: FakeCupy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--parts", "kernels,kernals"])
+    assert "no such: kernals; there are kernels, pinned" in capsys.readouterr().err
+    assert all(call[0] != "malloc" for call in fake.calls)
+
+
 def test_wrong_bytes_are_found(fake: FakeCupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which every launch loses the last block of threads."""
 
@@ -73,7 +106,7 @@ def test_wrong_bytes_are_found(fake: FakeCupy, monkeypatch: pytest.MonkeyPatch) 
         launch(kernel, grid, block, seed, *arguments, flags=flags)
 
     monkeypatch.setattr("terracekv.tests.kernels.fake_cupy.launch", loses)
-    results = list(gpu_check.check(cuda.devices()[0], ["kernels"]))
+    results = list(gpu_check.check(cuda.devices()[0], {"kernels": gpu_check.kernels}))
     assert [result.ok for result in results] == [False] and "scatter, staged" in results[0].detail
     fake.world.device.clear()
     fake.world.pinned.clear()

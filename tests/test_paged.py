@@ -198,3 +198,16 @@ def test_a_copy_that_fails_is_trouble_for_this_and_later_blocks_and_nothing_is_u
         with pytest.raises(ValueError, match="pages"):
             copies.gather(0, [engine.tables()[0], [PAGES]], slots[0])
         assert not engine.fake.busy, "not even of the groups that came before the page that is not there"
+
+
+@pytest.mark.fault(2)
+@pytest.mark.fault(16)
+def test_a_wait_that_fails_for_one_group_leaves_no_copies_of_the_others_under_way() -> None:
+    with engine_and_copier(0) as (engine, copier, slots):
+        engine.compute()
+        copies: Paged = copier.begin(engine.stream.ptr)
+        copies.gather(0, engine.tables(), slots[0])
+        engine.fake.fail_calls["eventSynchronize"] = 0
+        with pytest.raises(Trouble, match="told to fail"):
+            copies.settle(0)
+        assert not engine.fake.busy

@@ -125,7 +125,8 @@ class GpuTier(SlotTier):
                 self._host.close()
             self._table.close()
             self._shuttle.close()
-            self.device.free(self._base)
+            with contextlib.suppress(RuntimeError):  # a GPU in error: its memory goes with the process
+                self.device.free(self._base)
             with contextlib.suppress(OSError):  # whoever opens the tier next removes it
                 self._table.path.unlink(missing_ok=True)
 

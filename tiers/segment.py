@@ -9,6 +9,7 @@ reused gets a new name. So a place (number, page) never means two things, and wh
 another file, left at a place is recognised by its generation.
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -151,8 +152,10 @@ class SegmentFiles:
         """``direct`` or ``buffered``: what is really done."""
         return "direct" if self._direct else "buffered"
 
-    def path(self, number: int) -> Path:
-        return self.folder / f"{number:08x}.segment"
+    def path(self, number: int) -> str:
+        """Plain text: ``pathlib`` would intern the name for each read and write, and Python's table of interned names
+        is made anew, megabytes each time, when it is full of names that have gone."""
+        return os.path.join(self.folder, f"{number:08x}.segment")
 
     def found(self) -> tuple[dict[int, int], list[str]]:
         """Segment numbers with their file sizes in bytes, and the names of files that are not ours."""
@@ -196,7 +199,8 @@ class SegmentFiles:
     def remove(self, number: int) -> None:
         """Give the file's bytes back; no error when it is gone."""
         failpoint("segment.remove")
-        self.path(number).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(number))
         failpoint("segment.removed")
 
     def write(self, record: Record, page: int, payload: memoryview) -> None:

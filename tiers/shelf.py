@@ -315,7 +315,7 @@ class Shelf:
                 continue
             try:
                 if segment.doubtful:
-                    raise OSError(errno.EIO, "an earlier sync of it failed", str(self.files.path(segment.number)))
+                    raise OSError(errno.EIO, "an earlier sync of it failed", self.files.path(segment.number))
                 self.files.sync(segment.number)
             except FileNotFoundError:
                 continue

@@ -23,7 +23,10 @@ from terracekv.tests.kernels.fake_world import FREED, Queue, Record, Work, World
 
 LAUNCH_S, COPY_S = 5e-6, 2e-6
 NOT_READY = 600
-NOT_BESIDE_CAPTURES = {"malloc", "free", "hostAlloc", "freeHost", "hostRegister", "hostUnregister", "ipcOpenMemHandle"}
+NOT_BESIDE_CAPTURES = {
+    *("malloc", "free", "hostAlloc", "freeHost", "hostRegister", "hostUnregister", "ipcOpenMemHandle"),
+    *("eventQuery", "eventSynchronize", "streamSynchronize"),
+}
 
 
 class FakeError(RuntimeError):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from terracekv.kernels.cuda import _BATCH_IN_STREAM_ORDER, _Attributes
+from terracekv.kernels import cuda
+from terracekv.kernels.driver import BATCH_IN_STREAM_ORDER, Attributes
 from terracekv.kernels.runs import Runs
 from terracekv.tests.kernels.emulated import constants
 
@@ -87,14 +88,49 @@ def test_the_batch_copys_attributes_lie_as_the_driver_reads_them(tmp_path: Path)
         "flags": "flags",
     }
     checks = "".join(
-        f'static_assert(offsetof(CUmemcpyAttributes, {theirs}) == {getattr(_Attributes, ours).offset}, "{ours}");\n'
+        f'static_assert(offsetof(CUmemcpyAttributes, {theirs}) == {getattr(Attributes, ours).offset}, "{ours}");\n'
         for ours, theirs in fields.items()
     )
     source.write_text(
         "#include <cstddef>\n#include <cuda.h>\n"
         + checks
-        + f'static_assert(sizeof(CUmemcpyAttributes) == {ctypes.sizeof(_Attributes)}, "size");\n'
-        + f'static_assert(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM == {_BATCH_IN_STREAM_ORDER}, "order");\n'
+        + f'static_assert(sizeof(CUmemcpyAttributes) == {ctypes.sizeof(Attributes)}, "size");\n'
+        + f'static_assert(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM == {BATCH_IN_STREAM_ORDER}, "order");\n'
+    )
+    assert NVCC is not None
+    done = subprocess.run([NVCC, "-c", str(source), "-o", str(tmp_path / "o")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@NEEDS_NVCC
+def test_what_is_called_past_cupy_is_what_cudas_headers_declare(tmp_path: Path) -> None:
+    """Functions of the driver with their arguments, and numbers under their names."""
+    numbers = {
+        "cudaErrorNotReady": cuda._NOT_READY,
+        "cudaEventDisableTiming": cuda._EVENT_PLAIN,
+        "cudaEventDefault": cuda._EVENT_TIMED,
+        "cudaHostAllocPortable | cudaHostAllocMapped": cuda._REGISTER_PORTABLE_MAPPED,
+        "cudaHostRegisterPortable | cudaHostRegisterMapped": cuda._REGISTER_PORTABLE_MAPPED,
+        "cudaMemcpyDefault": cuda._TO_ANY,
+        "cudaMemoryTypeDevice": cuda._MEMORY_DEVICE,
+        "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL": cuda._CAPTURE_THREAD_LOCAL,
+        "sizeof(cudaIpcMemHandle_t)": cuda._HANDLE_BYTES,
+        "sizeof(CUdeviceptr)": ctypes.sizeof(ctypes.c_void_p),
+        "sizeof(CUdevice)": ctypes.sizeof(ctypes.c_int),
+    }
+    functions = {
+        "cuThreadExchangeStreamCaptureMode": "CUstreamCaptureMode *",
+        "cuDevicePrimaryCtxGetState": "CUdevice, unsigned int *, int *",
+        "cuDeviceGetUuid_v2": "CUuuid *, CUdevice",
+        "cuDeviceGet": "CUdevice *, int",
+        "cuMemcpyBatchAsync_v2": "CUdeviceptr *, CUdeviceptr *, size_t *, size_t, CUmemcpyAttributes *, size_t *,"
+        " size_t, CUstream",
+    }
+    source = tmp_path / "names.cu"
+    source.write_text(
+        "#include <cuda.h>\n#include <cuda_runtime.h>\n"
+        + "".join(f'static_assert(({name}) == {number}, "{name}");\n' for name, number in numbers.items())
+        + "".join(f"CUresult (*use_{name})({taken}) = {name};\n" for name, taken in functions.items())
     )
     assert NVCC is not None
     done = subprocess.run([NVCC, "-c", str(source), "-o", str(tmp_path / "o")], capture_output=True, text=True)

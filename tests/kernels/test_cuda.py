@@ -1,16 +1,15 @@
 """GPUs by their names, and what is said where there is none."""
 
+import builtins
 import ctypes
-import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from terracekv.kernels import cuda
+from terracekv.kernels import cuda, driver
 from terracekv.kernels.cuda import NoCuda
 from terracekv.tests.kernels.fake_cupy import FakeCupy, FakeError
 from terracekv.tests.kernels.gpus import device_on
@@ -111,6 +110,90 @@ def test_a_process_without_cupy_is_told_what_to_install(monkeypatch: pytest.Monk
     cuda._cupy.cache_clear()
 
 
+def test_a_process_without_a_place_for_cupys_cache_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy makes that folder when it is imported: no daemon may die of a home that cannot be written."""
+    real = builtins.__import__
+
+    def imported(name: str, *how: Any) -> Any:
+        if name == "cupy":
+            raise PermissionError(13, "Permission denied", "/.cupy")
+        return real(name, *how)
+
+    monkeypatch.setattr(builtins, "__import__", imported)
+    cuda._cupy.cache_clear()
+    with pytest.raises(NoCuda, match="/.cupy.*CUPY_CACHE_DIR"):
+        cuda.devices()
+    cuda._cupy.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), "No space left.*CUPY_CACHE_DIR"),
+        (RuntimeError('Failure finding "libnvrtc.so.13"'), "libnvrtc.*nvidia-cuda-nvrtc"),
+    ],
+)
+def test_kernels_that_cannot_be_made_are_an_error_of_cuda_that_says_what_to_do(
+    error: Exception, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeCupy()
+
+    def compile() -> None:
+        raise error
+
+    monkeypatch.setattr(fake, "RawModule", lambda **_: SimpleNamespace(compile=compile))
+    with pytest.raises(NoCuda, match=told):
+        device_on(fake).prepare("gather_runs")
+
+
+def test_kernels_are_made_ready_on_each_gpu_of_a_process() -> None:
+    fake = FakeCupy(gpus=2)
+    made: list[int] = []
+    module = fake.RawModule
+
+    def counted(**how: Any) -> Any:
+        made.append(fake.cuda.runtime.getDevice())
+        return module(**how)
+
+    fake.RawModule = counted  # type: ignore[method-assign]
+    for ordinal in (0, 1, 1):
+        device_on(fake, ordinal).prepare("gather_runs")
+    assert made == [0, 1]
+
+
+@pytest.mark.fault(2)
+def test_an_event_behind_a_copy_that_failed_is_an_error_and_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy raises nothing here: who asks until it has happened would ask for ever."""
+    fake = FakeCupy()
+    device = device_on(fake)
+    event = device.event()
+    for code in (0, 600):
+        monkeypatch.setattr(fake.cuda.runtime, "eventQuery", lambda event, code=code: code)
+        assert device.happened(event) is (code == 0)
+    monkeypatch.setattr(fake.cuda.runtime, "eventQuery", lambda event: 700)
+    with pytest.raises(RuntimeError, match="700"):
+        device.happened(event)
+
+
+def test_a_thread_that_waits_does_not_end_anothers_capture_of_a_graph() -> None:
+    fake = FakeCupy()
+    device = device_on(fake)
+    stream, event = device.stream(), device.event()
+    device.record(event, stream.ptr)
+    fake.capturing = True
+    device.happened(event)
+    device.await_event(event)
+    device.synchronize(stream.ptr)
+    assert fake.broken is None
+
+
+def test_what_is_no_handle_of_cuda_is_refused_as_cuda_would() -> None:
+    """CuPy raises an IndexError for another number of bytes."""
+    device = device_on(FakeCupy())
+    with pytest.raises(RuntimeError, match="3 bytes"):
+        device.open(b"abc")
+
+
 def test_a_thread_keeps_its_current_device() -> None:
     fake = FakeCupy(gpus=2)
     second = device_on(fake, 1)
@@ -124,6 +207,57 @@ def test_a_thread_keeps_its_current_device() -> None:
     fake.cuda.runtime.malloc = watched
     second.free(second.allocate(256))
     assert seen == [1] and fake.cuda.runtime.getDevice() == 0
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_no_context_is_made_on_a_gpu_that_the_process_does_not_use(in_use: bool) -> None:
+    """A new thread is on the first GPU, and setDevice makes a context: one for each rank of an engine, on the GPU of
+    the first."""
+    fake = FakeCupy(gpus=2)
+    contexts = {0} if in_use else set()
+    set_device = fake.cuda.runtime.setDevice
+
+    def state(ordinal: int, _: Any, active: Any) -> int:
+        active._obj.value = ordinal in contexts
+        return 0
+
+    def switch(ordinal: int) -> None:
+        contexts.add(ordinal)
+        set_device(ordinal)
+
+    fake.cuda.runtime.setDevice = switch
+    device = device_on(fake, 1)
+    device._context_state = state
+    event = device.event()
+    device.await_event(event)
+    device.destroy_event(event)
+    device.free(device.allocate(256))
+    assert contexts == ({0, 1} if in_use else {1})
+    assert fake.cuda.runtime.getDevice() == (0 if in_use else 1)
+
+
+@pytest.mark.parametrize("call", ["await_event", "happened", "synchronize", "destroy_event"])
+def test_no_call_is_made_on_another_gpu_than_the_devices(call: str) -> None:
+    """CUDA makes a context on the thread's device for whatever it is asked first."""
+    fake = FakeCupy(gpus=2)
+    device = device_on(fake, 1)
+    event, stream = device.event(), device.stream()
+    seen: list[int] = []
+    names = {
+        "await_event": "eventSynchronize",
+        "happened": "eventQuery",
+        "synchronize": "streamSynchronize",
+        "destroy_event": "eventDestroy",
+    }
+    real = getattr(fake.cuda.runtime, names[call])
+
+    def watched(handle: int) -> Any:
+        seen.append(fake.cuda.runtime.getDevice())
+        return real(handle)
+
+    setattr(fake.cuda.runtime, names[call], watched)
+    getattr(device, call)(stream.ptr if call == "synchronize" else event)
+    assert seen == [1]
 
 
 def test_kernels_are_compiled_once_for_a_geometry() -> None:
@@ -169,7 +303,7 @@ def test_the_batch_copy_of_the_first_version_is_given_its_extra_argument(monkeyp
         cuMemcpyBatchAsync = Function()  # noqa: N815
 
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    function = cuda._batch_copy()
+    function = driver.batch_copy()
     assert function(1, 2, 3, 4, 5, 6, 7, 8) == 0
     assert given[0][:7] == (1, 2, 3, 4, 5, 6, 7) and given[0][8] == 8
     assert len(Driver.cuMemcpyBatchAsync.argtypes) == 9
@@ -180,13 +314,4 @@ def test_without_a_driver_there_is_no_batch_copy(monkeypatch: pytest.MonkeyPatch
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert cuda._batch_copy() is None
-
-
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_cupy_has_all_that_the_fake_has() -> None:
-    """A fake that offers what the library does not would prove nothing."""
-    names = [name[3:] for name in dir(FakeCupy) if name.startswith("rt_")]
-    code = f"from cupy.cuda import runtime as r; print([n for n in {names} if not hasattr(r, n)])"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert driver.batch_copy() is None

@@ -8,7 +8,7 @@ import pytest
 from terracekv.kernels import pinned
 from terracekv.kernels.pages import address_of
 from terracekv.kernels.pinned import Pinned
-from terracekv.tests.kernels.fake_cupy import FakeCupy
+from terracekv.tests.kernels.fake_cupy import FakeCupy, FakeError
 from terracekv.tests.kernels.gpus import device_on
 
 PAGE = mmap.PAGESIZE
@@ -83,3 +83,13 @@ def test_pinning_ends_early_when_the_arena_is_closed(mapping: memoryview) -> Non
     made.close()
     made.pin()
     assert not fake.world.pinned
+
+
+@pytest.mark.fault(2)
+def test_memory_that_cannot_be_unpinned_any_more_is_nobodys_trouble(mapping: memoryview) -> None:
+    """The engine's GPU has failed: its client still closes, and finds the next daemon."""
+    fake = FakeCupy()
+    made = pinned_on(fake, mapping)
+    fake.broken = FakeError("cudaErrorIllegalAddress")
+    made.close()
+    assert made.pinned_bytes == 0

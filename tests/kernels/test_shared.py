@@ -3,7 +3,7 @@
 import pytest
 
 from terracekv.kernels.shared import Exported, NotShared, Shared, export
-from terracekv.tests.kernels.fake_cupy import FakeCupy
+from terracekv.tests.kernels.fake_cupy import FakeCupy, FakeError
 from terracekv.tests.kernels.fake_world import World
 from terracekv.tests.kernels.gpus import device_on
 
@@ -78,3 +78,26 @@ def test_memory_that_is_gone_cannot_be_opened(world: World) -> None:
     daemon.free(address)
     with pytest.raises(NotShared):
         Shared(device_on(FakeCupy(world)), exported)
+
+
+def test_memory_of_a_daemon_that_is_gone_is_not_taken_for_that_of_the_next_which_has_its_handle(
+    world: World, exported: Exported
+) -> None:
+    """In a container each daemon has the same process id. CUDA too would answer with what it has open already."""
+    device = device_on(FakeCupy(world))
+    old = Shared(device, exported)
+    restarted = exported._replace(made=bytes(16))
+    with pytest.raises(NotShared, match="earlier daemon"):
+        Shared(device, restarted)
+    Shared(device, exported).close()
+    old.close()
+    Shared(device, restarted).close()
+
+
+@pytest.mark.fault(2)
+def test_memory_that_cannot_be_closed_any_more_is_nobodys_trouble(world: World, exported: Exported) -> None:
+    engine = FakeCupy(world)
+    shared = Shared(device_on(engine), exported)
+    engine.broken = FakeError("cudaErrorIllegalAddress")
+    shared.close()
+    shared.close()

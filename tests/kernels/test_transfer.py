@@ -194,6 +194,45 @@ def test_slots_that_are_not_pinned_are_copied_all_the_same(monkeypatch: pytest.M
             assert not any(call[0] == "pointerGetAttributes" for call in fake.calls)
 
 
+def test_memory_that_is_not_pinned_is_in_no_batch() -> None:
+    """Whether the driver keeps to the stream there, and returns at once, nobody says."""
+    fake = FakeCupy()
+    with engine_on(fake) as engine, slots_for(engine, COUNT, pin=False) as slots:
+        with closing(transfer_of(engine, slots)) as transfer:
+            engine.compute()
+            blocks = blocks_of(engine)
+            transfer.gather(blocks, slots.addresses, engine.stream.ptr, Strategy.BATCHED).finish()
+            assert [slots.payload(block) for block in range(COUNT)] == [engine.payload(pages) for pages in blocks]
+            assert not any(call[0] == "batch" for call in fake.calls)
+
+
+@pytest.mark.fault(2)
+def test_a_batch_that_failed_is_never_called_whole() -> None:
+    fake = FakeCupy()
+    with engine_on(fake) as engine, slots_for(engine, 2) as slots, closing(transfer_of(engine, slots)) as transfer:
+        batch = transfer.gather(blocks_of(engine)[:2], slots.addresses, engine.stream.ptr)
+        fake.fail_calls["eventSynchronize"] = 0
+        with pytest.raises(RuntimeError, match="told to fail"):
+            batch.finish()
+        assert not fake.busy, "what failed is over"
+        for ask in (batch.wait, batch.done):
+            with pytest.raises(RuntimeError, match="told to fail"):
+                ask(0)
+        batch.finish()
+
+
+def test_a_stream_that_cannot_be_marked_costs_no_event() -> None:
+    fake = FakeCupy()
+    with engine_on(fake) as engine, slots_for(engine, 1) as slots, closing(transfer_of(engine, slots)) as transfer:
+        made: list[int] = []
+        for call in ("eventRecord", "streamWaitEvent") * 3:
+            fake.fail_calls[call] = 0
+            with pytest.raises(RuntimeError, match="told to fail"):
+                transfer.gather(blocks_of(engine)[:1], slots.addresses, engine.stream.ptr)
+            made.append(len(fake._events))
+        assert len(set(made)) == 1
+
+
 def test_no_copy_reaches_over_the_end_of_one_registration() -> None:
     """The fake refuses such a copy, as CUDA does."""
     fake = FakeCupy()

@@ -302,7 +302,7 @@ class World:
 
     def flip_on_disk(self, segment: int, offset: int) -> None:
         """One bit of a segment rots."""
-        _flip(self.disk._files.path(segment), offset)
+        _flip(Path(self.disk._files.path(segment)), offset)
 
     def flip_in_arena(self, slot_offset: int, offset: int, size: int) -> bytes:
         """Between two lives: one bit of a slot rots. What its payload of ``size`` bytes is now."""
