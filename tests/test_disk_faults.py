@@ -298,8 +298,8 @@ def unreadable(disk: Disks, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
     barred = disk.files()[0]
 
-    def opening(path: Path, flags: int, *rest: int) -> int:
-        if path == barred:
+    def opening(path: Path | str, flags: int, *rest: int) -> int:
+        if Path(path) == barred:
             raise PermissionError(errno.EACCES, "permission denied", str(path))
         return real(path, flags, *rest)
 
