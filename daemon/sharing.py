@@ -37,6 +37,7 @@ class Sharing:
         if tier.exported.uuid != session.gpu:
             return self._not_near(session, f"the gpu tier is on {tier.exported.uuid}, the engine on {session.gpu}")
         session.not_near = "the engine has not opened the memory yet"
+        tier.lent = True
         return protocol.GpuMemory(*tier.exported)
 
     def opened(self, session: Session, why: str | None) -> protocol.Refused | None:
