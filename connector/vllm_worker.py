@@ -55,6 +55,9 @@ class WorkerHalf:
         """Begin a step's loads. What the engine's thread has begun to do with their pages is done before."""
         now = time.monotonic()
         for load in step.loads:
+            if not load.keys:
+                self._loaded(load, 0, "lost")
+                continue
             size_bytes = (load.end - load.start) * self._pages.block_bytes // self._pages.block_tokens
             deadline = now + (self._options.load_deadline_ms + size_bytes / BYTES_PER_MS) / 1e3
             self._loader.put(
@@ -108,9 +111,6 @@ class WorkerHalf:
     def _load(self, load: Load, deadline: float, due: Due, client: Client) -> None:
         pages, size = self._pages, self._pages.block_tokens
         keys = split_keys(load.keys)
-        if not keys:
-            self._loaded(load, 0, "lost")
-            return
         first = load.start // size
         left_ms = int((deadline - time.monotonic()) * 1e3)
         began = time.monotonic()

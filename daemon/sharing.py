@@ -58,6 +58,7 @@ class Sharing:
         if not session.may_write:
             return self._not_near(session, READS, None)
         session.not_near = NOT_YET
+        tier.lent = True
         return protocol.GpuMemory(*tier.exported)
 
     def opened(self, session: Session, why: str | None) -> protocol.Refused | None:

@@ -4,7 +4,7 @@ The GPU's memory lies in files that both processes map, so what an engine reads 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from terracekv.tests.gpu_daemon import GPU, gpu_daemon
 from terracekv.tests.harness import TOKENS, Daemon, layout_of, until
 from terracekv.tests.kernels.emulated import COMPILER, WITHOUT
 from terracekv.tests.kernels.fake_cupy import FakeCupy
-from terracekv.tests.kernels.fake_world import SharedWorld, World
+from terracekv.tests.kernels.fake_world import FREED, SharedWorld, World
 from terracekv.tests.kernels.gpus import PAGES, PAGES_PER_BLOCK, Engine, device_on
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WITHOUT)
@@ -262,6 +262,26 @@ def test_readings_of_the_gpus_are_in_the_status(
         assert (told["uuid"], told["memory_used_bytes"], told["pcie_width"]) == (UUID, 7, 16)
         assert told["numa_node"] is None and told["reasons"]["numa_node"]
         assert status(daemon)["gpus_reason"] is None
+
+
+def test_a_daemon_that_ends_frees_no_memory_that_an_engine_has_open(
+    shm_dir: Path, tmp_path: Path, world: Path, gpu: Callable[..., FakeCupy]
+) -> None:
+    """A load may be copying out of it. CUDA leaves undefined what it would find."""
+    for engines in (0, 1):
+        with gpu_daemon(shm_dir, tmp_path, world) as daemon:
+            before = set(world.iterdir())
+            (memory,) = [each for each in before if each.stat().st_size == 1 << 20 and bytes([FREED]) not in head(each)]
+            with ExitStack() as there:
+                for _ in range(engines):
+                    assert there.enter_context(on_gpu(daemon, gpu())).client.near.memory is not None
+                assert daemon.term() == 0
+            assert (bytes([FREED]) in head(memory)) is (engines == 0)
+
+
+def head(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(4096)
 
 
 def test_a_daemon_that_is_killed_during_loads_is_a_miss_and_is_joined_again(

@@ -54,6 +54,8 @@ class GpuTier(SlotTier):
             self.exported = export(device, self._base, size_bytes)
         except NotShared as error:
             self.sharing = str(error)
+        self.lent = False
+        """Whether an engine may have this memory open: it was offered."""
         self.last_error: str | None = None
         self.demoted = 0
         self.held_below: Callable[[Namespace, bytes], bool] = lambda namespace, id: True
@@ -118,15 +120,17 @@ class GpuTier(SlotTier):
             )
 
     def close(self) -> None:
-        """See ``Tier.close``. Engines that still have the memory open must not read it any more."""
+        """See ``Tier.close``. Memory that an engine may still have open, and be copying from, is left to the end of the
+        process: to free it before that engine closed it is undefined, says CUDA."""
         if not self._closed:
             self._closed = True
             if self._host is not None:
                 self._host.close()
             self._table.close()
             self._shuttle.close()
-            with contextlib.suppress(RuntimeError):  # a GPU in error: its memory goes with the process
-                self.device.free(self._base)
+            if not self.lent:
+                with contextlib.suppress(RuntimeError):  # a GPU in error: its memory goes with the process
+                    self.device.free(self._base)
             with contextlib.suppress(OSError):  # whoever opens the tier next removes it
                 self._table.path.unlink(missing_ok=True)
 

@@ -114,6 +114,9 @@ def test_copies_come_after_all_that_the_engines_stream_was_given_before(
             until(lambda: half.finished()[0], "it is loaded")
             rank.wait()
             assert (memory[:, 3:5] == turn).all() and not half.bad_pages()
+            half.load(Step(loads=[Load(f"lost{turn}", b"", 0, BLOCK, (pages([5, 6]),))]))
+            until(lambda: half.bad_pages() == {5, 6}, "it cannot be done")
+            assert half.finished()[0] == {f"lost{turn}"} and half.results()
             events.append(sum(name.startswith("event") for name in fake.left))
         assert events[0] == events[2], "a moment that is over is used again"
 
