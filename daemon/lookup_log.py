@@ -5,9 +5,11 @@ Owns the file. ``add`` is called on the event loop, ``write`` in a worker; betwe
 the node's secret, from which nobody without it can tell what was asked, even who has the prompt.
 """
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -73,9 +75,15 @@ class LookupLog:
 
 
 def _private(path: str, flags: int) -> int:
-    """Nobody else may read it, whoever made it; and it is no link that leads elsewhere."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
-    os.fchmod(descriptor, 0o600)
+    """A file that nobody else may read, whoever made it; no link that leads elsewhere, and no device."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a plain file", path)
+        os.fchmod(descriptor, 0o600)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from pathlib import Path
 
@@ -140,6 +141,47 @@ def test_the_lookup_log_is_a_trace(worlds: Worlds, tmp_path: Path) -> None:
         assert replay(trace, Policy(), 100).loaded_blocks == 5
 
     worlds.run(story)
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
+def test_a_lookup_log_is_a_plain_file_or_nothing(worlds: Worlds, tmp_path: Path, what: str) -> None:
+    """What stands there instead is neither written nor given another mode."""
+    place, other = tmp_path / "lookups.jsonl", tmp_path / "other"
+    other.write_text("mine")
+    other.chmod(0o644)
+    if what == "link":
+        place.symlink_to(other)
+    elif what == "pipe":
+        os.mkfifo(place, 0o644)
+    else:
+        place.mkdir(0o755)
+
+    async def story(w: World) -> None:
+        log = w.sessions.demand.log = LookupLog(place, b"secret")
+        w.sessions.demand.asked(1, w.namespace, key(1))
+        await looked(w)
+        log.write()
+        assert log.dropped == 1
+
+    before = place.stat().st_mode
+    worlds.run(story)
+    assert place.stat().st_mode == before and other.read_text() == "mine"
+
+
+def test_a_lookup_log_made_by_somebody_else_is_closed_to_others(worlds: Worlds, tmp_path: Path) -> None:
+    place = tmp_path / "lookups.jsonl"
+    place.touch(0o644)
+
+    async def story(w: World) -> None:
+        log = w.sessions.demand.log = LookupLog(place, b"secret")
+        w.sessions.demand.asked(1, w.namespace, key(1))
+        await looked(w)
+        log.write()
+
+    worlds.run(story)
+    assert place.stat().st_mode & 0o777 == 0o600
+    (hashed,) = json.loads(place.read_text())["hash_ids"]
+    assert hashed != int.from_bytes(key(1)[:6]), "who has the prompt could tell that it was asked"
 
 
 def test_a_lookup_log_that_cannot_be_written_is_a_warning_and_a_count(
