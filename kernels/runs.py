@@ -21,7 +21,7 @@ dense ``[1, H, room, D]`` (no pages)  layer, K/V, head                          
 differ in numbers only, and dtype does not occur at all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -147,6 +147,16 @@ class Runs:
             offset += count * sizes[first]
             first = last + 1
         return columns
+
+
+def no_page_twice(blocks: Sequence[Sequence[int]]) -> None:
+    """ValueError for a page of two blocks, which a copy of both at once would write in any order and in parts."""
+    seen: set[int] = set()
+    for pages in blocks:
+        for page in pages:
+            if page in seen:
+                raise ValueError(f"page {page} is written twice by one call")
+            seen.add(page)
 
 
 def _flat(strip: Strip) -> Strip:

@@ -34,7 +34,7 @@ from terracekv.kernels.batch import Batch
 from terracekv.kernels.cuda import Device
 from terracekv.kernels.parts import Cut, Part
 from terracekv.kernels.pool import Pool
-from terracekv.kernels.runs import Runs
+from terracekv.kernels.runs import Runs, no_page_twice
 
 PART_BYTES = 32 << 20
 """Of a staging buffer: large enough that the bus does not notice the gaps between copies."""
@@ -179,6 +179,8 @@ class Transfer:
         for pages in blocks:
             for piece in self.pieces:
                 piece.at(*pages)  # raises for a page that is not there: this guards the engine's memory
+        if not gather:
+            no_page_twice(blocks)
         with self._lock:
             assert not self._closed
             batch = Batch(self.device, len(blocks), self._take_back)

@@ -254,3 +254,16 @@ def test_a_gpu_without_room_for_staging_is_an_error_and_nothing_is_kept() -> Non
         fake.room_bytes = sum(fake.world.device.values()) + engine.block_bytes
         with pytest.raises(RuntimeError, match="out of memory"):
             transfer_of(engine, slots, engine.block_bytes)
+
+
+def test_no_page_is_written_twice_by_one_scatter() -> None:
+    """Two warps would write it at once, and a bit of both would be in it."""
+    fake = FakeCupy()
+    with engine_on(fake) as engine, slots_for(engine, 2) as slots, closing(transfer_of(engine, slots)) as transfer:
+        fake.calls.clear()
+        with pytest.raises(ValueError, match="page 3 is written twice"):
+            transfer.scatter([[0, 1, 3], [3, 4, 5]], slots.addresses, engine.stream.ptr)
+        assert not fake.calls
+        engine.compute()
+        transfer.gather([[0, 1, 3], [3, 4, 5]], slots.addresses, engine.stream.ptr).finish()  # who reads may
+        assert [slots.payload(n) for n in (0, 1)] == [engine.payload(pages) for pages in ([0, 1, 3], [3, 4, 5])]
