@@ -49,7 +49,9 @@ class Reader:
         bin = home / "bin"
         bin.mkdir()
         (bin / "terracekv").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{MAIN}" "$@"\n')
-        (bin / "terracekv").chmod(0o755)
+        (bin / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        for program in bin.iterdir():
+            program.chmod(0o755)
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("TERRACEKV_")}
         self.environ |= {"HOME": str(home), "PATH": f"{bin}:{os.environ['PATH']}"}
 
@@ -103,6 +105,8 @@ def test_the_documented_defaults_start_and_every_runnable_block_runs(reader: Rea
         command = ["bash", "-euo", "pipefail", "-c", reader.here(text)]
         done = subprocess.run(command, capture_output=True, text=True, env=reader.environ, timeout=60)
         assert done.returncode == 0, f"{page}: {text}\n{done.stdout}\n{done.stderr}"
+        if "/v1/lookup" in text:
+            assert '"matched_blocks":2' in done.stdout, "what the block above stored is found"
         assert '"error"' not in done.stdout and "FAIL" not in done.stdout, f"{page}: {text}\n{done.stdout}"
 
 

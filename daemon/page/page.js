@@ -67,6 +67,7 @@ async function askWhatif() {
   }
   if (!canAskWhatif) page.whatif = null;
   showWhatif(page);
+  if (page.status) showAnswers(page);
 }
 
 function changed(state, { message, wait, seconds, silent, wrong }) {
