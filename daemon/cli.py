@@ -141,6 +141,8 @@ def lookup(
         say(f"  from {tier} or above: {counts['blocks']} blocks, {counts['tokens']:,} tokens")
     if answer["first_miss"]:
         say(f"first miss: block {answer['first_miss']['index']}, {answer['first_miss']['reason']}")
+        if answer["first_miss"]["reason"] == "unknown_namespace":
+            say(f"no engine has registered {namespace}: terracekv status lists those that have")
 
 
 @app.command()

@@ -157,7 +157,8 @@ export function showWhatif(page) {
     make("svg:line", { class: "here", x1: place(now), x2: place(now), y1: TOP, y2: HEIGHT - BOTTOM }),
     make("svg:polyline", { class: `line stroke-${tier}`, points: line }),
     ...points.map((each) => make("svg:circle", { class: `tier-${tier}`, cx: place(each.bytes), cy: y(each.hits), r: 4 })),
-    ...points.map((each) => make("svg:text", { class: "label", x: place(each.bytes), y: HEIGHT - 6, "text-anchor": "middle", text: size(each.bytes) })));
+    ...points.map((each, at) => make("svg:text", { class: "label", x: place(each.bytes), y: HEIGHT - 6,
+      "text-anchor": at === points.length - 1 ? "end" : "middle", text: size(each.bytes) })));
   chart.show(points.findIndex((each) => each.bytes >= now * 0.98), false);
   put(chart.told, chart.say(Math.max(0, points.findIndex((each) => each.bytes >= now * 0.98))));
   box.append(make("p", { class: "quiet", text: `Estimated from ${few(whatif.requests)} prompts; ${whatif.scope}. The upright line is the size of now.` }));
