@@ -89,23 +89,16 @@ class Order(Protocol):
         ...
 
 
-class TailFirst:
-    """Least recently used first, and within one chain the tail before the head, which would be useless without it.
+class _Index:
+    """What orders have in common: a block's rank and place in one number, by its id."""
 
-    The rank is the tick of the last use. All operations are O(1) a block.
-    """
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[bytes, int] = OrderedDict()
+    _entries: dict[bytes, int]
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, id: object) -> bool:
         return id in self._entries
-
-    def ids(self, count: int | None = None) -> list[bytes]:
-        return list(islice(self._entries, count))
 
     def get(self, id: bytes) -> int | None:
         entry = self._entries.get(id)
@@ -119,6 +112,22 @@ class TailFirst:
                 break
             count += 1
         return count
+
+    def places(self) -> Iterator[tuple[bytes, int]]:
+        return ((id, entry & _PLACE_MASK) for id, entry in self._entries.items())
+
+
+class TailFirst(_Index):
+    """Least recently used first, and within one chain the tail before the head, which would be useless without it.
+
+    The rank is the tick of the last use. All operations are O(1) a block.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[bytes, int] = OrderedDict()
+
+    def ids(self, count: int | None = None) -> list[bytes]:
+        return list(islice(self._entries, count))
 
     def insert(self, id: bytes, place: int, tick: int) -> None:
         assert id not in self._entries
@@ -149,9 +158,6 @@ class TailFirst:
         entry = self._entries.pop(id, None)
         return None if entry is None else entry & _PLACE_MASK
 
-    def places(self) -> Iterator[tuple[bytes, int]]:
-        return ((id, entry & _PLACE_MASK) for id, entry in self._entries.items())
-
 
 class Turnover:
     """The clock of the orders by weight of one tier: it goes on by one when as many bytes have come in as the tier
@@ -163,7 +169,7 @@ class Turnover:
         self.now = 0.0
 
 
-class ByWeight:
+class ByWeight(_Index):
     """The lightest first. Each use of a block weighs 1, and fades by a factor of e with each turnover of its tier.
 
     Weights are compared by the logarithm of what they would be at time 0, which does not change while a block is not
@@ -180,27 +186,8 @@ class ByWeight:
         self._heap: list[int] = []
         """The keys of ``_ranks``, and some that have gone."""
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, id: object) -> bool:
-        return id in self._entries
-
     def ids(self, count: int | None = None) -> list[bytes]:
         return [id for _, id in islice(self.upcoming(), count)]
-
-    def get(self, id: bytes) -> int | None:
-        entry = self._entries.get(id)
-        return None if entry is None else entry & _PLACE_MASK
-
-    def leading(self, ids: Iterable[bytes]) -> int:
-        count = 0
-        entries = self._entries
-        for id in ids:
-            if id not in entries:
-                break
-            count += 1
-        return count
 
     def insert(self, id: bytes, place: int, tick: int) -> None:
         assert id not in self._entries
@@ -243,9 +230,6 @@ class ByWeight:
             return None
         self._unfile(id, entry >> _PLACE_BITS)
         return entry & _PLACE_MASK
-
-    def places(self) -> Iterator[tuple[bytes, int]]:
-        return ((id, entry & _PLACE_MASK) for id, entry in self._entries.items())
 
     def level(self) -> None:
         """Frequency counts no longer: what has gained weight by it is as if used now. Takes time for each of these."""
