@@ -114,7 +114,7 @@ class Client:
             self._trouble(error)
             if strict:
                 raise
-            self._join_later()
+            self._join_later(f"the daemon at {self.path} {error}" if isinstance(error, Trouble) else "")
 
     @property
     def joined(self) -> bool:
@@ -316,7 +316,7 @@ class Client:
             if self._closing.is_set() or (self._joiner is not None and self._joiner.is_alive()):
                 return
             what = what or f"no daemon at {self.path} ({self.last_trouble})"
-            log.warning("%s: everything is a miss until it is back", what)
+            log.warning("%s: everything is a miss until it is joined", what)
             self._joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
             self._joiner.start()
 

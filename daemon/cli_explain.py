@@ -7,12 +7,12 @@ Owns nothing. Called by ``cli`` in its own process, and imported only there. Imp
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from terracekv.daemon.cli_text import printable
+from terracekv.daemon.cli_text import count, printable
 from terracekv.daemon.http_client import Door
 from terracekv.tiers.errors import BadRequest
 
 KEY_DIGITS = 12
-ID_DIGITS = 16
+ID_DIGITS, ID_DIGITS_MIN = 16, 4
 ROWS_MAX = 40
 """Blocks that a person is shown: of a run that are alike, and of all."""
 FIELDS = ("model", "revision", "dtype", "block_tokens")
@@ -41,7 +41,7 @@ def choose(door: Door, name: str | None, wanted: Mapping[str, str | int | None])
     given = {field: value for field, value in wanted.items() if value is not None}
     if name is not None:
         named = [s for s in spaces if s["model"] == name]
-        if not named and len(name) >= 8:
+        if not named and len(name) >= ID_DIGITS_MIN:
             named = [s for s in spaces if s["namespace_id"].startswith(name.lower())]
         if not named:
             return name  # the daemon says that it does not know it, and where else the tokens are
@@ -68,11 +68,11 @@ def lines_of(told: Mapping[str, Any]) -> Iterator[str]:
     if told["namespace_id"] is not None:
         yield printable(
             f"namespace {told['namespace_id'][:ID_DIGITS]}: {told['model']}, revision {told['revision']}, "
-            f"{told['dtype']}, {size} tokens a block, {_count(told['shards'], 'shard')}"
-            + (f", flushed {_count(told['epoch'], 'time')}" if told["epoch"] else "")
+            f"{told['dtype']}, {size} tokens a block, {count(told['shards'], 'shard')}"
+            + (f", flushed {count(told['epoch'], 'time')}" if told["epoch"] else "")
         )
         yield (
-            f"matched {told['matched_blocks']} of {_count(told['asked_blocks'], 'block')}, "
+            f"matched {told['matched_blocks']} of {count(told['asked_blocks'], 'block')}, "
             f"{told['matched_tokens']:,} of {told['asked_tokens']:,} tokens"
             + (f"; the last {told['rest_tokens']:,} fill no block of {size}" if told["rest_tokens"] else "")
         )
@@ -85,11 +85,11 @@ def lines_of(told: Mapping[str, Any]) -> Iterator[str]:
             shards = ", ".join(map(str, blocks[0]["missing"]))
             yield f"  only shard {shards} of {told['shards']} is missing: did every rank store its part?"
         if whole := sum(not row["missing"] for row in blocks):
-            yield f"  {_count(whole, 'block')} behind it, whole and of no use: a prefix has no holes"
+            yield f"  {count(whole, 'block')} behind it, whole and of no use: a prefix has no holes"
     for other in told["elsewhere"]:
         yield printable(
             f"the same tokens are present under namespace {other['namespace_id'][:ID_DIGITS]} "
-            f"({_count(other['matched_blocks'], 'block')}, {other['matched_tokens']:,} tokens), which differs in "
+            f"({count(other['matched_blocks'], 'block')}, {other['matched_tokens']:,} tokens), which differs in "
             + _differences(other["differs"])
         )
 
@@ -142,7 +142,3 @@ def _named(space: Mapping[str, Any], live: set[str]) -> str:
     fields = ", ".join(f"{field} {space[field]}" for field in FIELDS)
     used = ", in use" if space["namespace_id"] in live else ""
     return f"{space['namespace_id'][:ID_DIGITS]} ({fields}{used})"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -1,7 +1,7 @@
 """What ``terracekv simulate`` and ``terracekv whatif`` show: progress bars and tables.
 
-Owns nothing. Called by ``cli`` in its own process, and imported only there. Imports rich, ``simulate``, ``traces`` and
-``budget``.
+Owns nothing. Called by ``cli`` in its own process, and imported only there. Imports rich, ``cli_text``, ``simulate``,
+``traces`` and ``budget``.
 """
 
 import json
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from terracekv.daemon.cli_text import count
 from terracekv.daemon.simulate import Row, as_csv, blocks_of, draw, policies_of, replay
 from terracekv.daemon.traces import read_trace
 from terracekv.tiers.budget import show
@@ -67,7 +68,7 @@ def simulate(
         return
     console = _console()
     console.print(
-        f"{len(trace.chains):,} requests for {trace.asked:,} blocks, {trace.unique:,} different ones"
+        f"{count(len(trace.chains), 'request')} for {count(trace.asked, 'block')}, {trace.unique:,} different ones"
         + (f", {show(block_bytes)} each" if block_bytes else "")
     )
     console.print(_table(rows, block_bytes))
@@ -78,12 +79,13 @@ def print_whatif(answer: dict[str, Any]) -> None:
     console = _console()
     sample = answer["sample"]
     console.print(
-        f"{answer['requests']:,} requests, {answer['asked_blocks']:,} blocks asked for, {show(answer['block_bytes'])} "
-        f"each on average; told from {sample['blocks']:,} blocks, one in {1 / sample['rate']:,.0f}"
+        f"{count(answer['requests'], 'request')}, {count(answer['asked_blocks'], 'block')} asked for, "
+        f"{show(answer['block_bytes'])} each on average; told from {count(sample['blocks'], 'block')}, "
+        f"one in {1 / sample['rate']:,.0f}"
     )
     console.print(answer["scope"])
     if answer["passed_over"]:
-        console.print(f"{answer['passed_over']:,} requests were passed over: there was no time to look at them")
+        console.print(f"passed over: {count(answer['passed_over'], 'request')}, there was no time to look at them")
     for name, points in answer["tiers"].items():
         table = Table(box=None, pad_edge=False, header_style="bold", title=f"{name} of", title_justify="left")
         for title in ("size", "blocks", "prefix hits", ""):

@@ -23,12 +23,17 @@ def short(count: int) -> str:
     return f"{count:,}"
 
 
+def count(number: int, what: str) -> str:
+    """1 block, 2,000 blocks."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def sentence(counts: dict[str, Any]) -> str:
     """What lookups found so far."""
     asked, matched = counts["asked_blocks"], counts["matched_blocks"]
     share = f" ({matched / asked:.1%})" if asked else ""
     split = ", ".join(f"{tier} {blocks:,}" for tier, blocks in counts["matched"].items())
-    return f"{counts['lookups']:,} lookups found {matched:,} of {asked:,} blocks{share}: {split}"
+    return f"{count(counts['lookups'], 'lookup')} found {matched:,} of {count(asked, 'block')}{share}: {split}"
 
 
 def queues(tiers: dict[str, Any]) -> list[str]:

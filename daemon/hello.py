@@ -32,7 +32,7 @@ def judge(hello: protocol.Hello, *, slab_bytes: int, tenant: str, salt: bytes) -
         return protocol.Refused("block_tokens", f"{hello.block_tokens} is not between 1 and {1 << 20}")
     problem = hello.layout.problem(hello.block_tokens)
     if problem is not None:
-        return protocol.Refused(problem.partition(":")[0], problem)
+        return protocol.Refused(*problem.split(": ", 1))
     if not 0 < hello.shards <= SHARDS_MAX:
         return protocol.Refused("shards", f"{hello.shards} is not between 1 and {SHARDS_MAX}")
     if hello.access not in ACCESSES:

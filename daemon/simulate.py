@@ -57,19 +57,26 @@ def policies_of(names: Sequence[str]) -> list[Policy]:
 
 
 def blocks_of(size: str, trace: Trace, block_bytes: int) -> int:
-    """Blocks of ``5%`` (of the different blocks of the trace), ``3000`` (blocks) or ``64GiB``."""
+    """Blocks of ``5%`` (of the different blocks of the trace), ``3000`` (blocks) or ``64GiB``; one at least."""
     text = size.strip()
     try:
         if text.endswith("%"):
-            blocks = int(trace.unique * float(text[:-1]) / 100)
+            wanted = float(text[:-1])
+            blocks = int(trace.unique * wanted / 100)
         elif text.isdigit():
-            blocks = int(text)
-        elif not block_bytes:
-            raise BadRequest(f"the trace does not tell how large a block is, so {size} is not known", "--block-bytes")
+            wanted = blocks = int(text)
         else:
-            blocks = parse_size(text) // block_bytes
-    except ValueError:
-        raise BadRequest(f"{size!r} is no size", "write 5%, 3000 (blocks) or 64GiB") from None
+            wanted = parse_size(text)
+            if not block_bytes:
+                raise BadRequest(
+                    f"the trace does not tell how large a block is, so {text} is not known",
+                    "say it with --block-bytes, or write 5% or 3000 (blocks)",
+                )
+            blocks = wanted // block_bytes
+    except (ValueError, OverflowError):
+        raise BadRequest(f"{text!r} is no size", "write 5%, 3000 (blocks) or 64GiB") from None
+    if wanted <= 0:
+        raise BadRequest(f"a tier of {text} holds nothing", "write 5%, 3000 (blocks) or 64GiB")
     return max(1, blocks)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from terracekv.tiers.errors import BadRequest
 from terracekv.tiers.sieve import KEY_BYTES
 
+LINE = 'each line is an object with "hash_ids": [numbers]'
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -27,7 +29,7 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """All of a trace; BadRequest names the first line that is none."""
-    keys: dict[object, bytes] = {}
+    keys: dict[int, bytes] = {}
     chains: list[list[bytes]] = []
     asked = sized = size = 0
     for number, hashes, block_bytes in _lines(path):
@@ -49,18 +51,26 @@ def read_trace(path: Path) -> Trace:
     return Trace(chains, len(keys), asked, size // sized if sized else 0)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, list[object], int]]:
+def _lines(path: Path) -> Iterator[tuple[int, list[int], int]]:
     try:
         with path.open() as file:
             for number, line in enumerate(file, 1):
-                entry = json.loads(line)
-                hashes, block_bytes = entry["hash_ids"], entry.get("block_bytes", 0)
-                if not isinstance(hashes, list) or not isinstance(block_bytes, int):
-                    raise TypeError("hash_ids is no list, or block_bytes no number")
-                yield number, hashes, block_bytes
+                yield number, *_request(line, f"{path}, line {number}")
     except OSError as error:
-        raise BadRequest(f"TRACE: {path} cannot be read: {error.strerror}", "name a file of JSON lines") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadRequest(
-            f"TRACE: {path} is no trace: {error!r}", 'each line is an object with "hash_ids": [numbers]'
-        ) from None
+        raise BadRequest(f"{path} cannot be read: {error.strerror}", "name a file of JSON lines") from None
+    except UnicodeDecodeError:
+        raise BadRequest(f"{path} is no text", LINE) from None
+
+
+def _request(line: str, where: str) -> tuple[list[int], int]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise BadRequest(f"{where} is not JSON: {error}", LINE) from None
+    hashes = entry.get("hash_ids") if isinstance(entry, dict) else None
+    if not isinstance(hashes, list) or not all(type(hashed) is int for hashed in hashes):
+        raise BadRequest(f"{where} has no hash_ids that are whole numbers", LINE)
+    block_bytes = entry.get("block_bytes", 0)
+    if type(block_bytes) is not int or block_bytes < 0:
+        raise BadRequest(f"{where}: block_bytes is {block_bytes!r}", "it is a whole number of bytes, or left out")
+    return hashes, block_bytes

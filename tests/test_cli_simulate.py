@@ -72,6 +72,11 @@ def test_a_person_reads_a_table(trace: Path) -> None:
     ("arguments", "says"),
     [
         (["--sizes", "ten"], "is no size"),
+        (["--sizes", "-5%"], "holds nothing"),
+        (["--sizes", "nan%"], "is no size"),
+        (["--sizes", "1e999%"], "is no size"),
+        (["--sizes", "0"], "holds nothing"),
+        (["--disk", "0%"], "holds nothing"),
         (["--policies", "fifo"], "there is no policy fifo"),
         (["--policies", "lru/sometimes"], "there is no policy"),
     ],
@@ -79,6 +84,32 @@ def test_a_person_reads_a_table(trace: Path) -> None:
 def test_what_cannot_be_simulated_is_one_line_and_a_hint(trace: Path, arguments: list[str], says: str) -> None:
     done = run(trace, *arguments)
     assert done.returncode == 1 and says in done.stderr and "hint: " in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("nothing", "line 2 is not JSON"),
+        ("[]", "line 2 has no hash_ids"),
+        ('{"hash_ids": ["a", "b"]}', "line 2 has no hash_ids that are whole numbers"),
+        ('{"hash_ids": [1, true]}', "line 2 has no hash_ids that are whole numbers"),
+        ('{"hash_ids": [1, 2, 1]}', "line 2: a hash stands in it twice"),
+        ('{"hash_ids": [1], "block_bytes": -1}', "line 2: block_bytes is -1"),
+        ("\udcff", "is no text"),
+    ],
+)
+def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, says: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"hash_ids": [1]}}\n{line}\n', errors="surrogateescape")
+    done = run(path)
+    assert done.returncode == 1 and says in done.stderr and "hint: " in done.stderr and "Error" not in done.stderr
+
+
+def test_a_size_in_bytes_needs_the_size_of_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"hash_ids": [1]}\n')
+    assert "--block-bytes" in run(path, "--sizes", "1GiB").stderr
+    assert "is no size" in run(path, "--sizes", "x").stderr
 
 
 def test_a_picture_is_drawn_or_its_extra_named(trace: Path, tmp_path: Path) -> None:
@@ -95,7 +126,7 @@ def test_whatif_is_shown_tier_by_tier(capsys: pytest.CaptureFixture[str]) -> Non
     answer = {"requests": 7, "asked_blocks": 70, "block_bytes": 2 << 20, "sample": {"rate": 0.125, "blocks": 9}}
     print_whatif(answer | {"scope": "all of it", "passed_over": 3, "tiers": {"host": points}})
     out = capsys.readouterr().out
-    assert "7 requests" in out and "one in 8" in out and "3 requests were passed over" in out
+    assert "7 requests" in out and "one in 8" in out and "passed over: 3 requests" in out
     assert all(text in out for text in ("host of", "10.0%", "40.0%", "2,048"))
 
 

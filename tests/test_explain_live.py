@@ -57,6 +57,8 @@ def test_engines_that_call_a_model_by_two_names_are_found_by_explain_and_by_the_
         told = terracekv(daemon, "explain", "-", "-n", "m", "--dtype", "u8", stdin=text).stdout
         there = f"the same tokens are present under namespace {second.space.hex()[:16]} (2 blocks, 8 tokens)"
         assert f"{there}, which differs in dtype (fp8 there, u8 here)" in told
+        by_id = terracekv(daemon, "explain", "-", "-n", second.space.hex()[:6], stdin=text).stdout
+        assert by_id.startswith(f"namespace {second.space.hex()[:16]}: m")
         unknown = terracekv(daemon, "explain", "-", "-n", "M", stdin=text).stdout
         assert "first miss: block 0, unknown_namespace" in unknown and "model (m there)" in unknown
         nothing = terracekv(daemon, "explain", "-", "--dtype", "int4", stdin=text)

@@ -161,6 +161,6 @@ export function showWhatif(page) {
       "text-anchor": at === points.length - 1 ? "end" : "middle", text: size(each.bytes) })));
   chart.show(points.findIndex((each) => each.bytes >= now * 0.98), false);
   put(chart.told, chart.say(Math.max(0, points.findIndex((each) => each.bytes >= now * 0.98))));
-  box.append(make("p", { class: "quiet", text: `Estimated from ${few(whatif.requests)} prompts; ${whatif.scope}. The upright line is the size of now.` }));
+  box.append(make("p", { class: "quiet", text: `Estimated from ${few(whatif.requests)} ${whatif.requests === 1 ? "prompt" : "prompts"}; ${whatif.scope}. The upright line is the size of now.` }));
   if (focused) chart.stage.focus();
 }

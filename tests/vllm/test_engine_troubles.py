@@ -281,7 +281,7 @@ def test_an_engine_without_its_daemon_says_so(tmp_path: Path, caplog: pytest.Log
         stats = alone.half.take_stats()
         assert stats["joined"] == 0 and "joined" in stats and stats["skipped/no_daemon"] == 1
         assert "joined" not in alone.half.take_stats(), "said once"
-    assert "everything is a miss until it is back" in caplog.text
+    assert "everything is a miss until it is joined" in caplog.text
 
 
 @pytest.fixture
