@@ -41,7 +41,7 @@ OF_ALL = ("lookups", "asked_blocks", "asked_tokens", "matched_blocks", "matched_
 OF_LOOKUPS = ("matched", "tokens", "loaded")
 OF_TIERS = ("get_bytes", "put_bytes")
 PIPE_WIDTH = 100
-FIRST_ROWS = 14
+FIRST_ROWS = 15
 """Lines of the frame above the sessions, where there are four tiers and nothing is wrong."""
 
 
@@ -51,7 +51,7 @@ class Figures:
 
     at: float
     counts: dict[tuple[str, str], int]
-    """By field and tier; the tier is "" for those of no tier."""
+    """By field and tier, or reason of a miss; "" for those of neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,10 @@ class View:
         """How far back ``over_the_minute`` reaches; 0 when it is since the daemon's start."""
         return self._past[-1].at - self._past[0].at if len(self._past) > 1 else 0.0
 
-    def over_the_minute(self, field: str, tier: str = "") -> int:
+    def over_the_minute(self, field: str, of: str = "") -> int:
         """How much a count grew in the last minute, or since the start when nothing was heard before."""
-        now = self._past[-1].counts.get((field, tier), 0)
-        return now - self._past[0].counts.get((field, tier), 0) if len(self._past) > 1 else now
+        now = self._past[-1].counts.get((field, of), 0)
+        return now - self._past[0].counts.get((field, of), 0) if len(self._past) > 1 else now
 
     def rate(self, field: str, tier: str) -> int | None:
         """A count's growth a second between the last two answers; None before there are two."""
@@ -185,6 +185,7 @@ def _traffic(view: View, status: dict[str, Any], width: int) -> Iterator[Rendera
         no_wrap=True,
         overflow="ellipsis",
     )
+    yield Text(_misses(view, status), no_wrap=True, overflow="ellipsis")
     table = Table(**LOOKS)
     for name in ("hits", "blocks", "", "tokens", "", "to engines", "read", "written")[: 8 if width >= NARROW else 5]:
         table.add_column(name, justify="left" if name == "hits" else "right", no_wrap=True)
@@ -196,6 +197,13 @@ def _traffic(view: View, status: dict[str, Any], width: int) -> Iterator[Rendera
         cells = (name, short(blocks), _share(blocks, asked), short(of_tier), _share(of_tier, tokens), *rates)
         table.add_row(*cells[: len(table.columns)])
     yield table
+
+
+def _misses(view: View, status: dict[str, Any]) -> str:
+    """Why prompts were not found to their end, the most frequent reason first."""
+    counts = {reason: view.over_the_minute("misses", reason) for reason in status["lookups"]["misses"]}
+    told = [f"{short(count)} {reason}" for reason, count in sorted(counts.items(), key=lambda each: -each[1]) if count]
+    return f"first misses: {', '.join(told) or 'none'}"
 
 
 def _warnings(status: dict[str, Any]) -> Iterator[RenderableType]:
@@ -238,6 +246,7 @@ def _counts(status: dict[str, Any]) -> dict[tuple[str, str], int]:
     """What grows, flat."""
     lookups = status["lookups"]
     counts = {(field, ""): int(lookups.get(field, 0)) for field in OF_ALL}
+    counts |= {("misses", reason): int(count) for reason, count in lookups["misses"].items()}
     for name, tier in status["tiers"].items():
         counts |= {(field, name): int(lookups.get(field, {}).get(name, 0)) for field in OF_LOOKUPS}
         counts |= {(field, name): int(tier["counters"][field]) for field in OF_TIERS}

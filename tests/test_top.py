@@ -83,7 +83,7 @@ def traffic(engine: Blocks) -> Iterator[None]:
         seed = 0
         while not ended.wait(0.01):
             keys = engine.chain(seed % 8, 10)
-            engine.lookup(keys)
+            engine.lookup([*keys, bytes(32)])
             engine.put(keys)
             engine.get(keys)
             seed += 1
@@ -107,6 +107,7 @@ def test_its_numbers_move_and_it_follows_the_size_of_the_terminal(shm_dir: Path,
     with Daemon(shm_dir, tmp_path) as daemon, daemon.client() as engine, traffic(engine):
         with watched(tmp_path, daemon) as terminal:
             terminal.shows("TerraceKV", "host", "disk", "blocks/s", "1 session", "q ends it")
+            terminal.shows("first misses: ", " absent")
             assert all(len(line) <= 80 for line in terminal.screen.splitlines())
             before = lookups(terminal.screen)
             until(lambda: lookups(terminal.screen) > before, "more lookups are shown")
@@ -181,6 +182,7 @@ def status(asked: int = 100, host: int = 60, **changes: Any) -> dict[str, Any]:
     tier = {"mode": "direct", "used_bytes": 1, "capacity_bytes": 4, "blocks": 1, "leased_blocks": 2}
     tier |= {"in_flight_blocks": 3, "in_flight_bytes": 4, "flow": None, "last_error": None, "counters": counters}
     found: dict[str, Any] = {"lookups": 1, "asked_blocks": asked, "asked_tokens": asked * 4, "matched_blocks": host}
+    found["misses"] = {"absent": 1, "evicted": 0}
     found |= {"matched_tokens": host * 4, "matched": {"host": host}, "tokens": {"host": host * 4}, "loaded": {}}
     about = {"version": "1", "pid": 7, "uptime_s": 1.0, "ready": True, "not_ready": [], "sessions": []}
     return about | {"tiers": {"host": tier, "disk": tier}, "lookups": found} | changes
