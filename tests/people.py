@@ -182,6 +182,18 @@ def keys_of(count: int, first: int = 0) -> list[bytes]:
     return [hashlib.sha256(b"key %d" % number).digest() for number in range(first, first + count)]
 
 
+def hexed(keys: list[bytes]) -> list[str]:
+    """As bodies have them."""
+    return [key.hex() for key in keys]
+
+
+async def lookup(people: People, **body: Any) -> dict[str, Any]:
+    """An answered lookup by its body."""
+    status, found = await people.ask("POST", "/v1/lookup", body)
+    assert status == 200, found
+    return dict(found)
+
+
 def served(loops: tuple[str, ...] = ("uvloop",), **options: Any) -> Callable[..., Callable[..., None]]:
     """Makes a test of ``async def scenario(people, other fixtures)``, run on each of ``loops``; see ``people``."""
 

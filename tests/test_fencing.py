@@ -73,6 +73,22 @@ def beside(work: Callable[[], None], pause: Pause) -> Iterator[None]:
         raise errors[0]
 
 
+@contextmanager
+def paused_load(
+    client: Blocks, keys: list[bytes], copied: dict[int, bytes], loaded: list[Loaded], at: int = 2
+) -> Iterator[None]:
+    """A load of ``keys`` that pauses before it copies block ``at``, and goes on when the block is left: ``copied`` is
+    what it read by then, and ``loaded`` what came of it."""
+    pause = Pause(at)
+
+    def scatter(index: int, payload: memoryview) -> None:
+        pause.here(index)
+        copied[index] = bytes(payload)
+
+    with beside(lambda: loaded.append(client.load(keys, scatter)), pause):
+        yield
+
+
 def fill(daemon: Daemon, seed: int, blocks: int = SLOTS) -> int:
     """How many blocks another engine gets room for; what it stored comes back whole.
 
@@ -90,14 +106,8 @@ def test_bytes_that_were_overwritten_during_the_copy_do_not_count(daemon: Daemon
     with daemon.client() as client:
         keys = client.chain(1, 4)
         client.put(keys)
-        pause, copied = Pause(at=2), dict[int, bytes]()
-
-        def scatter(index: int, payload: memoryview) -> None:
-            pause.here(index)
-            copied[index] = bytes(payload)
-
-        loaded = list[Loaded]()
-        with beside(lambda: loaded.append(client.load(keys, scatter)), pause):
+        copied, loaded = dict[int, bytes](), list[Loaded]()
+        with paused_load(client, keys, copied, loaded):
             daemon.restart()
             for seed in (2, 3):
                 assert fill(daemon, seed) == SLOTS
@@ -117,14 +127,8 @@ def test_a_daemon_with_another_arena_leaves_the_old_one_to_who_still_reads_it(
     with daemon.client() as client:
         keys = client.chain(1, 4)
         client.put(keys)
-        pause, copied = Pause(at=2), dict[int, bytes]()
-
-        def scatter(index: int, payload: memoryview) -> None:
-            pause.here(index)
-            copied[index] = bytes(payload)
-
-        loaded = list[Loaded]()
-        with beside(lambda: loaded.append(client.load(keys, scatter)), pause):
+        copied, loaded = dict[int, bytes](), list[Loaded]()
+        with paused_load(client, keys, copied, loaded):
             daemon.restart(**other)
             for seed in (2, 3):
                 fill(daemon, seed)

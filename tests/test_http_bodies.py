@@ -10,20 +10,10 @@ import pytest
 from terracekv.daemon import http_bodies
 from terracekv.daemon.http_bodies import BODIES_BYTES_MAX
 from terracekv.daemon.http_messages import BODY_BYTES_MAX, KEYS_MAX
-from terracekv.tests.people import BLOCK_BYTES, MODEL, People, keys_of, served, until, url, whole
+from terracekv.tests.people import BLOCK_BYTES, MODEL, People, hexed, keys_of, lookup, served, until, url, whole
 
 HEAD = "POST /v1/lookup HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 PACKED = {"Content-Type": "application/msgpack", "Accept": "application/msgpack"}
-
-
-def hexed(keys: list[bytes]) -> list[str]:
-    return [key.hex() for key in keys]
-
-
-async def lookup(people: People, **body: Any) -> dict[str, Any]:
-    status, found = await people.ask("POST", "/v1/lookup", body)
-    assert status == 200, found
-    return dict(found)
 
 
 @pytest.mark.parametrize(

@@ -2,26 +2,15 @@
 
 import json
 from array import array
-from typing import Any
 
 import msgspec
 import pytest
 
 from terracekv.daemon import http_messages, http_queries
 from terracekv.daemon.http_messages import parse_tokens
-from terracekv.tests.people import BLOCK_BYTES, BLOCK_TOKENS, MODEL, People, keys_of, served
+from terracekv.tests.people import BLOCK_BYTES, BLOCK_TOKENS, MODEL, People, hexed, keys_of, lookup, served
 from terracekv.tiers.block import block_id, block_keys
 from terracekv.tiers.errors import BadRequest
-
-
-def hexed(keys: list[bytes]) -> list[str]:
-    return [key.hex() for key in keys]
-
-
-async def lookup(people: People, **body: Any) -> dict[str, Any]:
-    status, found = await people.ask("POST", "/v1/lookup", body)
-    assert status == 200, found
-    return dict(found)
 
 
 @pytest.mark.fault(113)

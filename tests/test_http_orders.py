@@ -2,24 +2,13 @@
 
 import errno
 import os
-from typing import Any
 
 import pytest
 
 from terracekv.tests.faults import FaultLayer
-from terracekv.tests.people import MODEL, People, keys_of, served, until, url, whole
+from terracekv.tests.people import MODEL, People, hexed, keys_of, lookup, served, until, url, whole
 from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
-
-
-def hexed(keys: list[bytes]) -> list[str]:
-    return [key.hex() for key in keys]
-
-
-async def lookup(people: People, **body: Any) -> dict[str, Any]:
-    status, found = await people.ask("POST", "/v1/lookup", body)
-    assert status == 200, found
-    return dict(found)
 
 
 @pytest.mark.fault(112)
