@@ -111,7 +111,7 @@ clean:  ## remove what the other verbs made, the environments too
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/base.stamp:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) setuptools
 	touch $@

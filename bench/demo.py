@@ -135,7 +135,7 @@ class Table:
             f"{middle['lookup_ms'] + middle['load_ms']:,.1f} ms" if tier else "-",
             f"{middle['computed']:,.0f}",
             *(self._tokens(count) for count in loaded),
-            "same" if same else "DIFFER",
+            "-" if title == COLD else "same" if same else "DIFFER",
         )
 
     def _tokens(self, count: float) -> str:

@@ -26,7 +26,7 @@ from terracekv.daemon.cli_options import (
     print_json,
     say,
 )
-from terracekv.daemon.cli_text import read_tokens
+from terracekv.daemon.cli_text import count, read_tokens
 from terracekv.daemon.cli_whatif import simulate, whatif
 from terracekv.daemon.config import describe, require_folders, resolve, survey, version
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door
@@ -134,11 +134,12 @@ def lookup(
     if as_json:
         return print_json(answer)
     say(
-        f"matched {answer['matched_blocks']} of {answer['asked_blocks']} blocks, {answer['matched_tokens']:,} tokens "
-        f"({answer['block_tokens']} a block), {show(answer['bytes'])}, about {answer['load_ms']:.1f} ms to load"
+        f"matched {answer['matched_blocks']} of {count(answer['asked_blocks'], 'block')}, "
+        f"{answer['matched_tokens']:,} tokens ({answer['block_tokens']} a block), "
+        f"{show(answer['bytes'])}, about {answer['load_ms']:.1f} ms to load"
     )
     for tier, counts in answer["tiers"].items():
-        say(f"  from {tier} or above: {counts['blocks']} blocks, {counts['tokens']:,} tokens")
+        say(f"  from {tier} or above: {count(counts['blocks'], 'block')}, {counts['tokens']:,} tokens")
     if answer["first_miss"]:
         say(f"first miss: block {answer['first_miss']['index']}, {answer['first_miss']['reason']}")
         if answer["first_miss"]["reason"] == "unknown_namespace":
@@ -268,9 +269,9 @@ def show_config(as_json: AsJson = False, config: ConfigFile = None, settings: Se
     table = describe(resolve(loaded, survey(loaded)))
     if as_json:
         return print_json(table)
-    width = max(len(_shown(key, entry["value"])) for key, entry in table.items())
+    names, width = max(map(len, table)), max(len(_shown(key, entry["value"])) for key, entry in table.items())
     for key, entry in table.items():
-        say(f"{key:20} {_shown(key, entry['value']):{width}}  {entry['source']}")
+        say(f"{key:{names}}  {_shown(key, entry['value']):{width}}  {entry['source']}")
 
 
 def _wait_until_ready(door: Door, seconds: float) -> None:
@@ -288,7 +289,16 @@ def _wait_until_ready(door: Door, seconds: float) -> None:
 
 
 def _shown(key: str, value: Any) -> str:
-    sizes = ("host.size", "host.slab", "daemon.queue", "disk.size", "disk.segment", "disk.free_floor", "s3.queue")
+    sizes = (
+        "host.size",
+        "host.slab",
+        "daemon.queue",
+        "disk.size",
+        "disk.segment",
+        "disk.free_floor",
+        "s3.queue",
+        "gpu.size",
+    )
     return show(value) if key in sizes else json.dumps(value)
 
 
@@ -297,10 +307,10 @@ def _print_done(answer: dict[str, Any], as_json: bool) -> None:
     if as_json:
         return print_json(answer)
     for tier, counts in answer["done"].items():
-        say(f"{tier}: " + (", ".join(f"{verb} {count:,}" for verb, count in counts.items()) or "nothing"))
-    for reason, count in answer["skipped"].items():
-        if count:
-            say(f"skipped {count:,}: {reason}")
+        say(f"{tier}: " + (", ".join(f"{verb} {blocks:,}" for verb, blocks in counts.items()) or "nothing"))
+    for reason, blocks in answer["skipped"].items():
+        if blocks:
+            say(f"skipped {blocks:,}: {reason}")
 
 
 def _fail(message: str, hint: str) -> None:

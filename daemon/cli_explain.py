@@ -1,13 +1,14 @@
 """``terracekv explain``: why a prompt misses, block by block.
 
-Owns nothing. Called by ``cli`` in its own process, and imported only there. Imports ``cli_text``, ``http_client``,
-``budget`` and ``errors``.
+Owns nothing. Called by ``cli`` in its own process, and imported only there. Imports ``cli_text``, ``doctor_trial``,
+``http_client`` and ``errors``.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from terracekv.daemon.cli_text import count, printable
+from terracekv.daemon.doctor_trial import MODEL as TRIAL
 from terracekv.daemon.http_client import Door
 from terracekv.tiers.errors import BadRequest
 
@@ -33,10 +34,11 @@ REASONS = {
 def choose(door: Door, name: str | None, wanted: Mapping[str, str | int | None]) -> str:
     """What to call the namespace in a question: ``name``, narrowed down by the ``wanted`` fields that are not None.
 
-    Without a name it is the one that live sessions use. BadRequest lists the candidates when there are several.
+    Without a name it is the one that live sessions use, or the only one. BadRequest lists the candidates when there
+    are several.
     """
     status = door.ask("GET", "/v1/status")
-    spaces: list[dict[str, Any]] = [space for space in status["namespaces"] if space["registered"]]
+    spaces: list[dict[str, Any]] = [s for s in status["namespaces"] if s["registered"] and s["model"] != TRIAL]
     live = {session["namespace_id"] for session in status["sessions"]}
     given = {field: value for field, value in wanted.items() if value is not None}
     if name is not None:
@@ -48,7 +50,7 @@ def choose(door: Door, name: str | None, wanted: Mapping[str, str | int | None])
         spaces = named
     found = [s for s in spaces if all(s[field] == value for field, value in given.items())]
     if name is None and not given:
-        found = [s for s in spaces if s["namespace_id"] in live]
+        found = [s for s in spaces if s["namespace_id"] in live] or (spaces if len(spaces) == 1 else [])
     if len(found) == 1:
         return str(found[0]["namespace_id"])
     listed = found or spaces
@@ -58,7 +60,7 @@ def choose(door: Door, name: str | None, wanted: Mapping[str, str | int | None])
     if not listed:
         raise BadRequest(f"{says}: no engine has registered any", "start an engine, or see terracekv status")
     raise BadRequest(
-        says, f"name one with --namespace ID (or narrow it with --revision, --dtype, --block-tokens): {lines}"
+        says, f"name one with --namespace MODEL or ID (or narrow it with --revision, --dtype, --block-tokens): {lines}"
     )
 
 

@@ -83,6 +83,9 @@ def print_whatif(answer: dict[str, Any]) -> None:
         f"{show(answer['block_bytes'])} each on average; told from {count(sample['blocks'], 'block')}, "
         f"one in {1 / sample['rate']:,.0f}"
     )
+    if not sample["enough"]:
+        console.print("these are too few to tell: ask again when engines have asked for more different blocks")
+        return
     console.print(answer["scope"])
     if answer["passed_over"]:
         console.print(f"passed over: {count(answer['passed_over'], 'request')}, there was no time to look at them")

@@ -34,12 +34,12 @@ def print_status(answer: dict[str, Any]) -> None:
         print(printable(f"{name} died {count} times and goes on: see the log"))
 
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in ("tier", "mode", "used", "", "of", "blocks", "leased", "hits", "misses", "evicted"):
+    for name in ("tier", "mode", "used", "", "of", "blocks", "leased", "reads", "failed", "evicted"):
         table.add_column(name, justify="left" if name in ("tier", "mode", "") else "right", no_wrap=True)
     for name, tier in answer["tiers"].items():
         used, capacity, counters = tier["used_bytes"], tier["capacity_bytes"], tier["counters"]
         of = show(capacity) if capacity or name != "s3" else "shared"
-        filled = min(BAR, round(BAR * used / capacity)) if capacity else 0
+        filled = min(BAR, max(used > 0, round(BAR * used / capacity))) if capacity else 0
         bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (BAR - filled), style="dim")
         counts = (tier["blocks"], tier["leased_blocks"], counters["hits"], counters["misses"])
         evicted = counters["evictions"].get("capacity", 0)

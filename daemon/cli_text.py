@@ -84,12 +84,11 @@ def read_tokens(source: str) -> list[int]:
     except UnicodeDecodeError:
         raise BadRequest(f"TOKENS: {source} is no text", "write numbers, or a JSON list of them") from None
     words = re.sub(r"[\[\],]", " ", text).split()
-    try:
-        return [int(word) for word in words]
-    except ValueError as error:
-        raise BadRequest(
-            f"TOKENS: {source} holds what is no token id: {error}", "write numbers, or a JSON list of them"
-        ) from None
+    for word in words:
+        if not word.isdecimal():
+            says = f"TOKENS: {source} holds {printable(word[:40])!r}, which is no token id"
+            raise BadRequest(says, "write numbers, or a JSON list of them")
+    return [int(word) for word in words]
 
 
 def printable(text: object) -> str:

@@ -161,7 +161,7 @@ def _tiers(status: dict[str, Any], width: int) -> Table:
             table.add_column(name, justify="left" if name in ("tier", "mode", "") else "right", no_wrap=True)
     for name, tier in status["tiers"].items():
         used, capacity = tier["used_bytes"], tier["capacity_bytes"]
-        filled = min(BAR, round(BAR * used / capacity)) if capacity else 0
+        filled = min(BAR, max(used > 0, round(BAR * used / capacity))) if capacity else 0
         mode = Text(tier["mode"], style="red" if tier["mode"] in ("down", "stuck", "read-only") else "")
         bar = Text("\u2588" * filled, style="cyan") + Text("\u2591" * (BAR - filled), style="dim")
         of = show(capacity) if capacity or name != "s3" else "shared"

@@ -199,7 +199,7 @@ def resolve(config: Config, room: Budget) -> Config:
         host_size, why = budget.host_auto(room), "a quarter of the memory, within shared memory"
         # The free memory is never twice the same; an arena of another order was made under other settings.
         if host_size // 2 <= room.arena_size <= host_size * 2:
-            host_size, why = room.arena_size, "that of the arena found"
+            host_size, why = room.arena_size, "that of the arena that an earlier life left"
         sources["host.size"] = f"auto: {why}"
     if slab is None:
         slab = slab_of(host_size)
@@ -277,7 +277,7 @@ def summary(config: Config, room: Budget) -> str:
         f"{show(room.memory_free)} ({room.memory.limited_by})"
     )
     if config.disk.enabled:
-        line += f"; disk: disk.size {show(disk)} of {show(room.disk_free)} at {room.disk.path}"
+        line += f"; disk: disk.size {show(disk)} of {show(room.disk_free)} at {config.disk.path}"
     if config.gpu.enabled:
         line += f"; gpu: gpu.size {show(config.gpu.size)} of {config.gpu.device or 'the first GPU'}"
     if config.s3.enabled:

@@ -36,6 +36,8 @@ REPEAT_S = 0.5
 RECENT_MAX = 1024
 RATE = 1 / 8
 """Blocks followed at first: a request of 128 keys is looked at in some 30 us."""
+ENOUGH_BLOCKS = 32
+"""Different blocks followed from which on the curve tells anything."""
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Sizes of a tier that are told of, as parts of what it has."""
 SIZES = 25
@@ -90,7 +92,7 @@ class Demand:
 
     def whatif(self) -> dict[str, Any]:
         """Hits by capacity, and for each bounded tier what they would be were it of another size."""
-        block_bytes = self._block_bytes()
+        block_bytes, followed = self._block_bytes(), len(self.curve)
         largest = max(self._capacities.values())
         sizes = [largest * 8 / 2 ** (step / SIZES_PER_DOUBLING) for step in range(SIZES)][::-1]
         return {
@@ -98,7 +100,7 @@ class Demand:
             "requests": self.requests,
             "asked_blocks": self.curve.asked_blocks,
             "block_bytes": block_bytes,
-            "sample": {"rate": round(self.curve.rate, 6), "blocks": len(self.curve)},
+            "sample": {"rate": round(self.curve.rate, 6), "blocks": followed, "enough": followed >= ENOUGH_BLOCKS},
             "waiting": self.waiting,
             "passed_over": self.passed_over,
             "curve": self._points(sizes, block_bytes),

@@ -28,6 +28,7 @@ LOG = "look at the daemon's log"
 RESTART = "restart the daemon: what it writes there, engines cannot see"
 BLOCK = protocol.Layout("ND", "latent", 2, (protocol.LayerGroup(1, (16, 128), protocol.dense_strides((16, 128), 2)),))
 """The block that is tried out: one page."""
+MODEL = "terracekv/doctor"
 _GENERATION = struct.Struct("<Q")
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class Engine:
             hello = protocol.Hello(
                 version=protocol.VERSION,
                 probe=protocol.PROBE,
-                model="terracekv/doctor",
+                model=MODEL,
                 revision="1",
                 dtype="bytes",
                 block_tokens=16,
@@ -193,7 +194,7 @@ def _written(door: Door, tier: str) -> None:
 def _tried(door: Door, tier: str, question: dict[str, object], stored: bytes, route: str) -> Finding:
     """What comes of reading a block from one tier: another one that has it too serves it unasked, and proves nothing
     of this one."""
-    reach = door.ask("POST", "/v1/lookup", question)["tiers"][tier]["blocks"]
+    reach = door.ask("POST", "/v1/explain", question)["matched_blocks"]  # it counts as no lookup
     before = _status(door, tier)["counters"]["hits"]
     finding = _compare(tier, stored, _read(door, route) if reach else None)
     after = _status(door, tier)

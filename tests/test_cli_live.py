@@ -62,7 +62,7 @@ def test_doctor_stores_reads_back_from_each_tier_and_deletes(shell: Shell) -> No
     status = json.loads(shell("status", "--json").stdout)
     assert status["tiers"]["disk"]["counters"]["hits"] + status["tiers"]["disk"]["counters"]["puts"] >= 2
     assert [tier["blocks"] for tier in status["tiers"].values()] == [0, 0]
-    assert status["sessions"] == []
+    assert status["sessions"] == [] and status["lookups"]["lookups"] == 0, "a trial is nobody's lookup"
 
 
 def test_doctor_twice_leaves_one_namespace(shell: Shell) -> None:

@@ -123,11 +123,25 @@ def test_a_picture_is_drawn_or_its_extra_named(trace: Path, tmp_path: Path) -> N
 
 def test_whatif_is_shown_tier_by_tier(capsys: pytest.CaptureFixture[str]) -> None:
     points = [{"bytes": size << 30, "blocks": size * 512, "hits": size / 10} for size in (1, 2, 4)]
-    answer = {"requests": 7, "asked_blocks": 70, "block_bytes": 2 << 20, "sample": {"rate": 0.125, "blocks": 9}}
+    answer: dict[str, Any] = {
+        "requests": 7,
+        "asked_blocks": 70,
+        "block_bytes": 2 << 20,
+        "sample": {"rate": 0.125, "blocks": 99},
+    }
+    answer["sample"] |= {"enough": True}
     print_whatif(answer | {"scope": "all of it", "passed_over": 3, "tiers": {"host": points}})
     out = capsys.readouterr().out
     assert "7 requests" in out and "one in 8" in out and "passed over: 3 requests" in out
     assert all(text in out for text in ("host of", "10.0%", "40.0%", "2,048"))
+
+
+def test_whatif_from_a_handful_of_blocks_is_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    answer: dict[str, Any] = {"requests": 1, "asked_blocks": 2, "block_bytes": 2 << 20, "passed_over": 0}
+    answer |= {"sample": {"rate": 0.125, "blocks": 0, "enough": False}, "scope": "all of it", "tiers": {}}
+    print_whatif(answer)
+    out = capsys.readouterr().out
+    assert out.startswith("1 request, 2 blocks asked for") and "too few to tell" in out and "%" not in out
 
 
 def test_status_says_which_policy_and_why() -> None:

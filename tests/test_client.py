@@ -90,15 +90,6 @@ def test_only_full_blocks_have_names(daemon: Daemon, tokens: int) -> None:
         assert client.get(longer).blocks == len(keys)
 
 
-def test_an_engine_that_is_refused_is_not_told_that_there_is_no_daemon(
-    daemon: Daemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    with daemon.client(model="m" * 2000) as client:
-        assert not client.joined
-    said = f"the daemon at {daemon.socket} refused: model: longer than"
-    assert said in caplog.text and "no daemon" not in caplog.text
-
-
 @pytest.mark.fault(51)
 @pytest.mark.fault(59)
 def test_without_a_daemon_everything_is_a_miss_until_there_is_one(shm_dir: Path, tmp_path: Path) -> None:

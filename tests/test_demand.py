@@ -111,7 +111,7 @@ async def test_whatif_tells_hits_by_the_size_of_each_tier(people: People) -> Non
     assert max(share for blocks, share in hits.items() if blocks < 700) < 0.1
     assert min(share for blocks, share in hits.items() if blocks > 900) == pytest.approx(2 / 3, abs=0.02)
     assert [point["bytes"] for point in answer["tiers"]["host"]][2:4] == [4 << 20, 8 << 20]
-    assert "all namespaces" in answer["scope"]
+    assert "all namespaces" in answer["scope"] and answer["sample"]["enough"] is True
 
 
 @served()
@@ -121,6 +121,7 @@ async def test_questions_over_http_are_no_requests(people: People) -> None:
     assert people.sessions.demand.waiting == 0
     _, answer = await people.ask("GET", "/v1/whatif")
     assert answer["requests"] == 0 and all(point["hits"] == 0 for point in answer["curve"])
+    assert answer["sample"]["enough"] is False
 
 
 def test_the_lookup_log_is_a_trace(worlds: Worlds, tmp_path: Path) -> None:

@@ -195,6 +195,15 @@ def test_a_hello_that_cannot_be_meant_is_refused_by_the_name_of_its_field(daemon
         assert answer.reason and not answer.reason.startswith(field) and wire.closed()
 
 
+def test_an_engine_that_is_refused_is_not_told_that_there_is_no_daemon(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    with daemon.client(model="m" * 2000) as client:
+        assert not client.joined
+    said = f"the daemon at {daemon.socket} refused: model: longer than"
+    assert said in caplog.text and "no daemon" not in caplog.text
+
+
 @pytest.mark.parametrize("number", [-1, 2**40, 2**63 - 1, -(2**63)])
 def test_numbers_out_of_all_proportion_are_refused_too(daemon: Daemon, number: int) -> None:
     shape = LayerGroup(1, (TOKENS, number), (number if abs(number) < 2**62 else 1, 1))

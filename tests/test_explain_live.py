@@ -69,6 +69,17 @@ def test_engines_that_call_a_model_by_two_names_are_found_by_explain_and_by_the_
         assert engines["says"] == "engines of m use 2 namespaces, which differ in dtype (fp8 and u8)"
 
 
+def test_where_one_model_alone_was_ever_here_it_need_not_be_named(shm_dir: Path, tmp_path: Path) -> None:
+    with Daemon(shm_dir, tmp_path) as daemon:
+        with daemon.client() as engine:
+            engine.put(engine.keys(PROMPT))
+        assert terracekv(daemon, "doctor").returncode == 0
+        done = terracekv(daemon, "explain", "-", stdin=json.dumps(PROMPT))
+        assert done.returncode == 0 and "matched 5 of 5 blocks" in done.stdout, done.stderr
+        wrong = terracekv(daemon, "explain", "-", stdin='["a", 1]')
+        assert "holds '\"a\"', which is no token id" in wrong.stderr and "literal" not in wrong.stderr
+
+
 def test_a_long_prompt_is_shown_where_something_changes(shm_dir: Path, tmp_path: Path) -> None:
     with Daemon(shm_dir, tmp_path) as daemon, daemon.client() as engine:
         tokens = list(range(200 * TOKENS))

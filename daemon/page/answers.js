@@ -1,6 +1,6 @@
 // The four questions that whoever opens the page has, answered in a word and a sentence each.
 
-import { REASONS, TIERS, count, few, find, make, percent, size, sum } from "./words.js";
+import { REASONS, TIERS, count, few, find, make, percent, size, some, sum } from "./words.js";
 
 const FULL_PERCENT = 95;
 
@@ -37,14 +37,15 @@ function misses(lookups) {
   const reasons = new Map();
   for (const { first_miss } of lookups) if (first_miss) reasons.set(first_miss.reason, (reasons.get(first_miss.reason) ?? 0) + 1);
   if (!reasons.size) return lookups.length ? ["they do not", `All of the last ${lookups.length} were found whole.`, "good"] : ["–", "Nothing was asked yet.", "plain"];
+  const missed = sum(Object.fromEntries(reasons));
   const [reason, times] = [...reasons].sort((a, b) => b[1] - a[1])[0];
   const [word, advice] = REASONS[reason] ?? [reason, ""];
-  return [word, `The first miss of ${times} of the last ${lookups.length} lookups. ${advice}`, reason === "tier_down" ? "bad" : "plain"];
+  return [word, `${count(missed)} of the last ${some(lookups.length, "lookup")} missed${missed > 1 ? `, ${times === missed ? "all" : count(times)} of them for this` : ""}. ${advice}`, reason === "tier_down" ? "bad" : "plain"];
 }
 
 // The step that buys most: for each tier what twice its size would find.
 export function buys(whatif) {
-  if (!whatif || !whatif.asked_blocks) return ["–", "Not enough was asked yet to tell.", "plain"];
+  if (!whatif?.sample.enough) return ["–", "Not enough was asked yet to tell.", "plain"];
   const gains = Object.entries(whatif.tiers).map(([name, points]) => {
     const now = points[2], twice = points[3];
     return { name, now, twice, gain: twice.hits - now.hits };

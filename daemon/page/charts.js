@@ -136,8 +136,8 @@ export function showWhatif(page) {
     }));
   }
   const box = find("whatif");
-  if (!whatif.asked_blocks || !names.length) {
-    box.replaceChildren(make("p", { class: "quiet", text: "Not enough was asked yet to tell." }));
+  if (!whatif.sample.enough || !names.length) {
+    box.replaceChildren(make("p", { class: "quiet", text: "Engines have not asked for enough different blocks yet to tell." }));
     return;
   }
   const tier = choice.querySelector("input:checked").value;
@@ -157,10 +157,10 @@ export function showWhatif(page) {
     make("svg:line", { class: "here", x1: place(now), x2: place(now), y1: TOP, y2: HEIGHT - BOTTOM }),
     make("svg:polyline", { class: `line stroke-${tier}`, points: line }),
     ...points.map((each) => make("svg:circle", { class: `tier-${tier}`, cx: place(each.bytes), cy: y(each.hits), r: 4 })),
-    ...points.map((each, at) => make("svg:text", { class: "label", x: place(each.bytes), y: HEIGHT - 6,
+    ...points.map((each, at) => (width > 480 || at % 2) && make("svg:text", { class: "label", x: place(each.bytes), y: HEIGHT - 6,
       "text-anchor": at === points.length - 1 ? "end" : "middle", text: size(each.bytes) })));
   chart.show(points.findIndex((each) => each.bytes >= now * 0.98), false);
   put(chart.told, chart.say(Math.max(0, points.findIndex((each) => each.bytes >= now * 0.98))));
-  box.append(make("p", { class: "quiet", text: `Estimated from ${few(whatif.requests)} ${whatif.requests === 1 ? "prompt" : "prompts"}; ${whatif.scope}. The upright line is the size of now.` }));
+  box.append(make("p", { class: "quiet", text: `Estimated from ${few(whatif.requests)} prompts that engines asked for; ${whatif.scope}. The upright line is the size of now.` }));
   if (focused) chart.stage.focus();
 }

@@ -109,5 +109,12 @@ find("unit").addEventListener("change", () => page.status && showHistory(page));
 find("whatif-tiers").addEventListener("change", () => showWhatif(page));
 find("misses-only").addEventListener("change", () => showLookups(page));
 find("empty-curl").textContent = `curl -s ${location.origin}/v1/lookup -H 'Content-Type: application/json' -d '{"namespace": "MODEL", "tokens": [1, 2, 3]}'`;
+let broad = 0; // charts are drawn for the width they have, so that letters are as large in all of them
+new ResizeObserver(([{ contentRect }]) => {
+  if (Math.round(contentRect.width) === broad || !page.status) return;
+  broad = Math.round(contentRect.width);
+  showHistory(page);
+  showWhatif(page);
+}).observe(find("history"));
 setInterval(() => canAskWhatif && stream.state === "live" && askWhatif(), WHATIF_MS);
 stream.start();

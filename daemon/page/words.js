@@ -5,7 +5,7 @@ export const TIERS = ["gpu", "host", "disk", "s3"];
 export const REASONS = {
   shorter_than_block: ["shorter than a block", "The prompt has no full block, so nothing of it is ever stored. A smaller block_tokens of the engine's connector would keep shorter prompts."],
   unknown_namespace: ["unknown namespace", "No engine of that model, revision, dtype, layout and tenant was here. Compare what was asked for with the namespaces below."],
-  absent: ["never stored", "Nobody has stored this block, or it was stored under another revision, dtype, layout or tenant: that is another namespace."],
+  absent: ["absent", "Nobody has stored this block, or it was stored under another revision, dtype, layout or tenant: that is another namespace."],
   evicted: ["evicted", "It was here and had to make room. A larger host.size or disk.size would have kept it."],
   tier_down: ["tier down", "A tier that may have it does not answer: see the errors."],
   deadline: ["deadline", "The bucket did not say in time. Its answer is kept for the next lookup."],
@@ -49,7 +49,8 @@ export function size(bytes) {
     bytes /= 1024;
     at += 1;
   }
-  return `${at === 0 || bytes >= 100 ? Math.round(bytes) : bytes.toFixed(1)} ${units[at]}`;
+  // Rounded down, as the command line does.
+  return `${at === 0 || bytes >= 100 ? Math.floor(bytes) : (Math.floor(10 * bytes) / 10).toFixed(1)} ${units[at]}`;
 }
 
 export function percent(part, of) {

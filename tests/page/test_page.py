@@ -30,7 +30,7 @@ WHATIF: dict[str, Any] = {
     "requests": 420,
     "asked_blocks": 9000,
     "block_bytes": 4096,
-    "sample": {"rate": 0.125, "blocks": 700},
+    "sample": {"rate": 0.125, "blocks": 700, "enough": True},
     "waiting": 0,
     "passed_over": 0,
     "curve": [{"bytes": 1 << 20, "blocks": 256, "hits": 0.4}],
@@ -91,7 +91,7 @@ def test_numbers_move_with_real_traffic_and_each_miss_says_why(shown: Shown) -> 
         assert "vLLM 0.32.0 (1)" in page.text("#sessions")
         until(lambda: page.all('#lookups [data-reason="shorter_than_block"]'), "the short prompt is there")
         assert "(4 tokens)" in page.text('#lookups [data-reason="shorter_than_block"]')
-        assert "never stored" in page.text("#lookups") and "at block" in page.text("#lookups")
+        assert "absent" in page.text("#lookups") and "at block" in page.text("#lookups")
         _, status = shown.daemon.http("/v1/status")
         until(lambda: f"{status['tiers']['disk']['blocks']:,} blocks" in page.text("#tier-disk"), "and what is stored")
         assert "off" in page.text("#tier-gpu") and "host" in page.text("#history")
