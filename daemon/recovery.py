@@ -85,8 +85,8 @@ def _open(config: Config, state: Path, state_lock: int) -> Tiers:
     size = config.host.size // slab * slab
     slots = config.daemon.runtime_dir / "slots"
     node, why = choose(config.host.numa)
-    memory = "anywhere" if node is None else f"node {node}"
-    journal.info("TKV-START", f"the arena's memory comes from {memory}: {why}")
+    where = "may lie on any NUMA node" if node is None else f"lies on NUMA node {node}"
+    journal.info("TKV-START", f"the arena {where} ({why})")
     arena = Arena(
         config.daemon.runtime_dir,
         size_bytes=size,
