@@ -1,5 +1,7 @@
 """The shelf: who may use a segment while it fills, is read, is emptied and is reused."""
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -119,3 +121,23 @@ def test_segments_come_back_with_their_ends_and_unknown_files_as_spares(tmp_path
     assert taken is not None and (taken[0].number, taken[1]) == (1, 40)
     assert again.advance()
     assert [segment.number for segment in again.segments()] == [1, 8], "a number is never used again"
+
+
+def test_a_file_that_was_not_finished_and_could_not_be_removed_is_counted_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    shelf = shelf_for(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "unlink", refused)
+        assert not shelf.advance()
+        shelf.check()
+    assert shelf.advance() and shelf.advance() and not shelf.advance(), "what could not be removed goes when it can"
+    shelf.check()
+    assert shelf.spares() == []

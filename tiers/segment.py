@@ -169,7 +169,8 @@ class SegmentFiles:
         return dict(sorted(ours.items())), sorted(foreign)
 
     def create(self, number: int, size: int) -> None:
-        """A file of ``size`` bytes, all of them allocated, whose name is on the medium. OSError leaves no file."""
+        """A file of ``size`` bytes, all of them allocated, whose name is on the medium. OSError leaves no file, or one
+        that could not be removed."""
         path = self.path(number)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -178,7 +179,8 @@ class SegmentFiles:
             sync_folder(self.folder)
             failpoint("segment.created")
         except OSError:
-            os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(path)
             raise
         finally:
             os.close(file)

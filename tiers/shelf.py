@@ -294,6 +294,9 @@ class Shelf:
             except OSError as error:
                 if spare is not None:
                     self._still_there(spare)
+                else:
+                    with contextlib.suppress(OSError):
+                        self._still_there((number, self.files.path(number).stat().st_size))
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 text = f"no room for another segment in {self.files.folder}: {error}"
@@ -346,7 +349,7 @@ class Shelf:
             assert self._cost() <= self.limit_bytes(), f"{self._cost()} bytes, limit {self.limit_bytes()}"
 
     def _still_there(self, spare: tuple[int, int]) -> None:
-        """A spare file that could not be renamed or removed is counted on."""
+        """A spare file that could not be renamed or removed is counted on, and so is one that was not finished."""
         with self._lock:
             self._spares.append(spare)
 
