@@ -27,7 +27,7 @@ from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.logs import to_stderr
 from terracekv.daemon.lookup_log import log_to
-from terracekv.daemon.mover import Mover
+from terracekv.daemon.mover import Mover, heard
 from terracekv.daemon.near import Near
 from terracekv.daemon.own_socket import nobody_listens
 from terracekv.daemon.recovery import Tiers, open_tiers
@@ -294,16 +294,17 @@ def _set_quotas(access: Access, store: Store) -> None:
 
 
 async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: Access) -> None:
-    """What must happen now and then without anybody asking."""
-    await store.keep_house()
-    if (lookups := engine.sessions.demand.log) is not None and lookups.due:
-        await store.state_mover.load(lookups.write)
+    """What must happen now and then without anybody asking. What may have to wait for a tier comes last."""
     _reread(access, engine, http)
+    if (lookups := engine.sessions.demand.log) is not None and lookups.due:
+        lookups.writing = store.state_mover.load(lookups.write)
+        lookups.writing.add_done_callback(heard)
     gone = engine.missing()
     if gone and "engine door" not in http.not_ready:
         reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"
         http.not_ready["engine door"] = reason
         journal.error("TKV-FILES-GONE", reason)
+    await store.keep_house()
 
 
 def main() -> int:
