@@ -20,7 +20,7 @@ import uvloop
 from terracekv.daemon import tasks
 from terracekv.daemon.access import Access
 from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey, version
-from terracekv.daemon.descriptors import raise_limit
+from terracekv.daemon.descriptors import raise_limit, stand_in
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.heartbeat import Heartbeat
@@ -55,6 +55,7 @@ PROBE_S = 1.0
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
+    stand_in()
     to_stderr(config.daemon.log_level.upper(), config.daemon.log_format)
     started = time.monotonic()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the watchdog answers to it
