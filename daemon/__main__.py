@@ -58,7 +58,9 @@ def run(config: Config) -> int:
     stand_in()
     to_stderr(config.daemon.log_level.upper(), config.daemon.log_format)
     started = time.monotonic()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the watchdog answers to it
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # until there is somebody who answers to it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a start as SIGTERM does, without a traceback
     sys.setswitchinterval(SWITCH_S)
     raise_limit()
     failpoint.arm(config.failpoints)

@@ -1,9 +1,10 @@
-"""A daemon whose supervisor closes its standard files."""
+"""A daemon whose supervisor closes its standard files, or signals it while it starts or ends."""
 
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,40 @@ def test_without_standard_files_it_serves_and_no_file_of_its_own_takes_their_pla
         os.kill(daemon.pid, signal.SIGUSR1)
         assert daemon.http("/healthz")[0] == 200
         assert daemon.term() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_asks_for_something_does_not_end_a_daemon_that_starts(
+    shm_dir: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    daemon = Daemon(shm_dir, tmp_path, failpoints="arena.open=sleep:1")
+    try:
+        daemon.launch()
+        until(lambda: (shm_dir / "owner.lock").exists(), "it opens its tiers")
+        daemon.signal(number)
+        until(lambda: "TKV-READY" in daemon.tail(), "it is ready")
+        assert daemon.term() == 0
+    finally:
+        daemon.kill()
+
+
+def test_an_interrupt_ends_a_daemon_that_starts_without_a_traceback(shm_dir: Path, tmp_path: Path) -> None:
+    daemon = Daemon(shm_dir, tmp_path, failpoints="arena.open=sleep:1")
+    try:
+        daemon.launch()
+        until(lambda: (shm_dir / "owner.lock").exists(), "it opens its tiers")
+        daemon.signal(signal.SIGINT)
+        assert daemon.wait() == -signal.SIGINT and daemon.errors() == []
+    finally:
+        daemon.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_ends_does_not_cut_that_short(shm_dir: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with Daemon(shm_dir, tmp_path, failpoints="catalog.sync=sleep:1.5") as daemon:
+        daemon.signal(signal.SIGTERM)
+        until(lambda: "TKV-STOPPED" in daemon.tail(), "its loop has ended")
+        time.sleep(0.3)
+        daemon.signal(number)
+        assert daemon.wait() == 0 and daemon.errors() == []
+        assert '"clean": true' in (tmp_path / "state" / "disk" / "state.json").read_text()
