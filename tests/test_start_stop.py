@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from terracekv.daemon import bounds
+from terracekv.daemon.config import require_folders
 from terracekv.tests.harness import Daemon, until
+from terracekv.tests.people import settings
+from terracekv.tiers.errors import ConfigError
 
 
 class Bare(Daemon):
@@ -77,3 +81,18 @@ def test_a_signal_while_it_ends_does_not_cut_that_short(shm_dir: Path, tmp_path:
         daemon.signal(number)
         assert daemon.wait() == 0 and daemon.errors() == []
         assert '"clean": true' in (tmp_path / "state" / "disk" / "state.json").read_text()
+
+
+@pytest.mark.parametrize("owner", [os.getuid(), 0, 65534, 12345])
+def test_a_runtime_folder_that_another_user_has_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    """Whose folder it is can put sockets and links of their own there. Root's is a volume; 65534 nobody can judge."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(bounds, "_owner", lambda folder: owner)
+    config = settings(tmp_path)
+    if owner != 12345:
+        require_folders(config)
+        return
+    with pytest.raises(ConfigError, match=r"daemon.runtime_dir is .* and belongs to another user \(uid 12345\)"):
+        require_folders(config)
