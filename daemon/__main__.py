@@ -20,14 +20,14 @@ import uvloop
 from terracekv.daemon import tasks
 from terracekv.daemon.access import Access
 from terracekv.daemon.config import Config, load_config, require_folders, resolve, summary, survey, version
-from terracekv.daemon.descriptors import raise_limit
+from terracekv.daemon.descriptors import raise_limit, stand_in
 from terracekv.daemon.distant import Distant
 from terracekv.daemon.engine_door import EngineDoor
 from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_door import HttpDoor
 from terracekv.daemon.logs import to_stderr
 from terracekv.daemon.lookup_log import log_to
-from terracekv.daemon.mover import Mover
+from terracekv.daemon.mover import Mover, heard
 from terracekv.daemon.near import Near
 from terracekv.daemon.own_socket import nobody_listens
 from terracekv.daemon.recovery import Tiers, open_tiers
@@ -55,9 +55,12 @@ PROBE_S = 1.0
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; the exit status. Errors of the start are printed with what to do."""
+    stand_in()
     to_stderr(config.daemon.log_level.upper(), config.daemon.log_format)
     started = time.monotonic()
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until the watchdog answers to it
+    for number in (signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # until there is somebody who answers to it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends a start as SIGTERM does, without a traceback
     sys.setswitchinterval(SWITCH_S)
     raise_limit()
     failpoint.arm(config.failpoints)
@@ -294,16 +297,17 @@ def _set_quotas(access: Access, store: Store) -> None:
 
 
 async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: Access) -> None:
-    """What must happen now and then without anybody asking."""
-    await store.keep_house()
-    if (lookups := engine.sessions.demand.log) is not None and lookups.due:
-        await store.state_mover.load(lookups.write)
+    """What must happen now and then without anybody asking. What may have to wait for a tier comes last."""
     _reread(access, engine, http)
+    if (lookups := engine.sessions.demand.log) is not None and lookups.due:
+        lookups.writing = store.state_mover.load(lookups.write)
+        lookups.writing.add_done_callback(heard)
     gone = engine.missing()
     if gone and "engine door" not in http.not_ready:
         reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"
         http.not_ready["engine door"] = reason
         journal.error("TKV-FILES-GONE", reason)
+    await store.keep_house()
 
 
 def main() -> int:

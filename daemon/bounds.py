@@ -14,6 +14,8 @@ from terracekv.tiers.tier import PAGE
 HOST_MIN = 4 * PAGE
 """A smaller arena would serve nobody, not even a test."""
 SEGMENT_MIN = 2 * PAGE
+UNMAPPED = 65534
+"""The owner of what belongs to none of a container's users, such as a volume: who that is cannot be told."""
 
 
 def check_folder(key: str, folder: Path, source: str) -> None:
@@ -30,6 +32,22 @@ def check_folder(key: str, folder: Path, source: str) -> None:
         raise ConfigError(
             f"{said} cannot be written by this user (uid {os.getuid()})", f"set {key} to a folder of its own"
         )
+    if key == "daemon.runtime_dir":
+        _check_owner(key, folder, source)
+
+
+def _check_owner(key: str, folder: Path, source: str) -> None:
+    """Whether a folder that is there already is this user's or root's: anybody may make one in ``/dev/shm``, and whose
+    it is can put links in the place of the arena, and sockets of their own in the place of ours."""
+    if folder.is_dir() and (owner := _owner(folder)) not in (os.getuid(), 0, UNMAPPED):
+        raise ConfigError(
+            f"{key} is {folder} ({source}), and belongs to another user (uid {owner})",
+            f"give it to uid {os.getuid()}, or set {key} to a folder of this user's own",
+        )
+
+
+def _owner(folder: Path) -> int:
+    return folder.stat().st_uid
 
 
 def check_host(size: int | None, slab: int | None) -> None:

@@ -5,6 +5,7 @@ Owns the file. ``add`` is called on the event loop, ``write`` in a worker; betwe
 the node's secret, from which nobody without it can tell what was asked, even who has the prompt.
 """
 
+import asyncio
 import errno
 import hashlib
 import json
@@ -34,6 +35,8 @@ class LookupLog:
         self._bytes = 0
         self.dropped = 0
         self._told = False
+        self.writing: asyncio.Future[None] | None = None
+        """The last write that was begun: nobody waits for it, since the folder may hang, and there is one at a time."""
 
     def add(self, namespace: Namespace, keys: bytes) -> None:
         """A request for a chain of keys, joined."""
@@ -56,8 +59,8 @@ class LookupLog:
 
     @property
     def due(self) -> bool:
-        """Whether there is anything to write."""
-        return bool(self._lines)
+        """Whether there is anything to write, and nothing is being written."""
+        return bool(self._lines) and (self.writing is None or self.writing.done())
 
     def write(self) -> None:
         """Append what was added. For a worker, one at a time."""

@@ -20,7 +20,7 @@ TTL_S_MAX = 7 * 86400.0
 
 
 class Pins:
-    """A pin ends by ``unpin``, by its time to live, or by a flush of its namespace."""
+    """A pin ends by ``unpin``, by its time to live, by a flush of its namespace, or with its block."""
 
     def __init__(self, *, host: HostTier, promoter: Promoter, namespaces: Namespaces, bytes_max: int) -> None:
         self._host = host
@@ -42,6 +42,9 @@ class Pins:
         size = slot_bytes_for(namespace.block_bytes)
         until = time.monotonic() + min(ttl_s, TTL_S_MAX)
         counts: Counter[str] = Counter(pinned=0, renewed=0)
+        for id in ids:
+            if (held := self._held.get((namespace.id, id))) is not None and self._host.gone(held[1]):
+                self._end((namespace.id, id))  # or what was stored anew would count as pinned
         room = max(0, self.bytes_max - self.bytes) // size
         wanted = [id for id in ids if (namespace.id, id) not in self._held]
         counts["skipped_pin_limit"] += max(0, len(wanted) - room)
@@ -55,6 +58,9 @@ class Pins:
                 counts[f"skipped_{result}"] += 1
             elif (namespace.id, id) in self._held or not self._namespaces.is_current(namespace):
                 self._host.release([result])
+            elif self._host.gone(result):  # taken away while others were on their way up
+                self._host.release([result])
+                counts["skipped_miss"] += 1
             elif self.bytes + size > self.bytes_max:  # another pin was quicker while this one waited
                 self._host.release([result])
                 counts["skipped_pin_limit"] += 1
@@ -73,10 +79,10 @@ class Pins:
         return self.unpin(namespace, [id for owner, id in self._held if owner == namespace.id])
 
     def expire(self) -> None:
-        """End pins whose time is over or whose namespace was flushed. Called every second or so."""
+        """End pins that are over, or whose namespace was flushed or block is gone. Called every second or so."""
         now = time.monotonic()
-        for name, (namespace, _, until) in list(self._held.items()):
-            if until < now or not self._namespaces.is_current(namespace):
+        for name, (namespace, slot, until) in list(self._held.items()):
+            if until < now or self._host.gone(slot) or not self._namespaces.is_current(namespace):
                 self._end(name)
 
     def _end(self, name: Name) -> bool:

@@ -58,6 +58,7 @@ class Watchdog:
             self._thread.join()
             faulthandler.unregister(signal.SIGUSR1)
             self._loop.remove_signal_handler(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # or it would end the process, which still has to close
 
     def write(self, why: str) -> None:
         """All stacks to the log, whoever asks."""

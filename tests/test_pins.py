@@ -89,3 +89,46 @@ def test_no_pin_is_for_ever(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> 
         assert len(w.store.pins) == 0
 
     worlds.run(story)
+
+
+def test_a_block_that_is_deleted_while_it_is_being_pinned_leaves_no_pin_behind(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        assert w.disk is not None
+        await w.only_on_disk(2)
+        await w.put(1)
+        w.disk.reading.clear()  # block 2 is on its way up, and block 1 leased meanwhile
+        pinning = asyncio.ensure_future(w.store.pins.pin(w.namespace, ids_of(1, 2), 1000))
+        await asyncio.sleep(0)
+        deleting = asyncio.ensure_future(w.store.delete(w.namespace, ids_of(1)))
+        await until_gone(w)
+        w.disk.reading.set()
+        counts = await pinning
+        await deleting
+        assert (counts["pinned"], counts["skipped_miss"]) == (1, 1)
+        assert w.store.pins.bytes == SLOT == len(w.host.leases()) * SLOT, "nothing is kept of what is gone"
+        await w.put(1)
+        assert (await w.store.pins.pin(w.namespace, ids_of(1), 1000))["pinned"] == 1, "the new block is pinned"
+        w.store.pins.end(w.namespace)
+
+    worlds.run(story)
+
+
+def test_a_pin_ends_with_its_block(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.put(1, 2)
+        assert (await w.store.pins.pin(w.namespace, ids_of(1, 2), 1000))["pinned"] == 2
+        w.host.delete(w.namespace, ids_of(1, 2))  # as when its bytes turn out to be wrong
+        await w.put(1)
+        counts = await w.store.pins.pin(w.namespace, ids_of(1), 1000)
+        assert (counts["pinned"], counts["renewed"]) == (1, 0)
+        w.store.pins.expire()
+        assert len(w.store.pins) == 1 and w.store.pins.bytes == SLOT
+        w.store.pins.end(w.namespace)
+
+    worlds.run(story)
+
+
+async def until_gone(w: World) -> None:
+    """Wait until block 1 is not listed in host any more."""
+    while w.host.has(w.namespace, ids_of(1)[0]):
+        await asyncio.sleep(0.001)

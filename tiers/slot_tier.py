@@ -169,6 +169,10 @@ class SlotTier(SlotBooks):
                     self._doomed.remove(slot.record)
                     self._free(slot.record)
 
+    def gone(self, slot: Slot) -> bool:
+        """Whether the block of a leased slot is not listed any more: deleted, flushed or damaged meanwhile."""
+        return slot.record in self._doomed
+
     def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
         """See ``Tier.get``."""
         assert len(into) >= namespace.block_bytes

@@ -1,0 +1,98 @@
+"""A daemon whose supervisor closes its standard files, or signals it while it starts or ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from terracekv.daemon import bounds
+from terracekv.daemon.config import require_folders
+from terracekv.tests.harness import Daemon, until
+from terracekv.tests.people import settings
+from terracekv.tiers.errors import ConfigError
+
+
+class Bare(Daemon):
+    """Started without some of the three standard files."""
+
+    closed: tuple[int, ...] = (0, 1, 2)
+
+    def launch(self) -> None:
+        """Start without waiting."""
+        shut = " ".join(f"{number}<&-" if not number else f"{number}>&-" for number in self.closed)
+        flags = [part for key, value in self.settings.items() for part in ("--set", f"{key}={value}")]
+        command = f'exec "$0" "$@" {shut}'
+        self.state.mkdir(exist_ok=True)
+        self._process = subprocess.Popen(["sh", "-c", command, sys.executable, *self.program, *flags], cwd=self.state)
+
+
+@pytest.mark.parametrize("closed", [(0,), (2,), (0, 1, 2)])
+def test_without_standard_files_it_serves_and_no_file_of_its_own_takes_their_place(
+    shm_dir: Path, tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    """Whatever a library writes to standard error would go into the arena."""
+    daemon = Bare(shm_dir, tmp_path)
+    daemon.closed = closed
+    with daemon, daemon.client() as client:
+        assert client.put(client.chain(1, 4)).stored == 4
+        assert {os.readlink(f"/proc/{daemon.pid}/fd/{number}") for number in closed} == {"/dev/null"}
+        until(lambda: daemon.http("/readyz")[0] == 200, "it is ready")
+        os.kill(daemon.pid, signal.SIGUSR1)
+        assert daemon.http("/healthz")[0] == 200
+        assert daemon.term() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_asks_for_something_does_not_end_a_daemon_that_starts(
+    shm_dir: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    daemon = Daemon(shm_dir, tmp_path, failpoints="arena.open=sleep:1")
+    try:
+        daemon.launch()
+        until(lambda: (shm_dir / "owner.lock").exists(), "it opens its tiers")
+        daemon.signal(number)
+        until(lambda: "TKV-READY" in daemon.tail(), "it is ready")
+        assert daemon.term() == 0
+    finally:
+        daemon.kill()
+
+
+def test_an_interrupt_ends_a_daemon_that_starts_without_a_traceback(shm_dir: Path, tmp_path: Path) -> None:
+    daemon = Daemon(shm_dir, tmp_path, failpoints="arena.open=sleep:1")
+    try:
+        daemon.launch()
+        until(lambda: (shm_dir / "owner.lock").exists(), "it opens its tiers")
+        daemon.signal(signal.SIGINT)
+        assert daemon.wait() == -signal.SIGINT and daemon.errors() == []
+    finally:
+        daemon.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_ends_does_not_cut_that_short(shm_dir: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with Daemon(shm_dir, tmp_path, failpoints="catalog.sync=sleep:1.5") as daemon:
+        daemon.signal(signal.SIGTERM)
+        until(lambda: "TKV-STOPPED" in daemon.tail(), "its loop has ended")
+        time.sleep(0.3)
+        daemon.signal(number)
+        assert daemon.wait() == 0 and daemon.errors() == []
+        assert '"clean": true' in (tmp_path / "state" / "disk" / "state.json").read_text()
+
+
+@pytest.mark.parametrize("owner", [os.getuid(), 0, 65534, 12345])
+def test_a_runtime_folder_that_another_user_has_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    """Whose folder it is can put sockets and links of their own there. Root's is a volume; 65534 nobody can judge."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(bounds, "_owner", lambda folder: owner)
+    config = settings(tmp_path)
+    if owner != 12345:
+        require_folders(config)
+        return
+    with pytest.raises(ConfigError, match=r"daemon.runtime_dir is .* and belongs to another user \(uid 12345\)"):
+        require_folders(config)
