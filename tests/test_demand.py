@@ -71,6 +71,26 @@ def test_what_cannot_be_looked_at_in_time_is_passed_over_and_fewer_blocks_are_fo
     worlds.run(story)
 
 
+def test_a_burst_of_what_is_followed_already_leaves_the_curve_its_sample(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        watched, chain = w.sessions.demand, b"".join(key_of(1, page) for page in range(64))
+        before = watched.curve.rate
+        for number in range(1000):
+            watched.asked(number, w.namespace, chain)
+        await looked(w)
+        assert watched.passed_over > 0 and watched.curve.rate == before
+
+    worlds.run(story)
+
+
+def test_whatif_tells_the_rate_of_its_sample_however_small(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        w.sessions.demand.curve = Curve(3e-9)
+        assert w.sessions.demand.whatif()["sample"]["rate"] == pytest.approx(3e-9)
+
+    worlds.run(story)
+
+
 def test_looking_takes_a_hundredth_of_the_loop_at_most(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock that the slices are measured with: each pause is a hundred times as long as what was spent."""
 
