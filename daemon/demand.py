@@ -125,8 +125,9 @@ class Demand:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
         elif self._queue_bytes > QUEUE_BYTES_MAX:
-            self._queue_bytes -= len(self._queue.popleft()[2])
-            self.passed_over += 1
+            _, _, keys, asked = self._queue.popleft()
+            self._queue_bytes -= len(keys)
+            self.passed_over += asked  # what was stored is no request
 
     def _look(self) -> None:
         """One slice."""

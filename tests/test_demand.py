@@ -73,6 +73,17 @@ def test_what_cannot_be_looked_at_in_time_is_passed_over_and_fewer_blocks_are_fo
     worlds.run(story)
 
 
+def test_stores_that_are_passed_over_are_no_requests(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        watched = w.sessions.demand
+        for number in range(400):
+            watched.stored(number, w.namespace, [key_of(number, page) for page in range(64)])
+        await looked(w)
+        assert (watched.passed_over, watched.requests) == (0, 0)
+
+    worlds.run(story)
+
+
 def test_a_burst_of_what_is_followed_already_leaves_the_curve_its_sample(worlds: Worlds) -> None:
     async def story(w: World) -> None:
         watched, chain = w.sessions.demand, b"".join(key_of(1, page) for page in range(64))
