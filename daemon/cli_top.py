@@ -71,12 +71,14 @@ class View:
         self.trouble: Trouble | None = None
         self._past = deque[Figures]()
         self._pid: int | None = None
+        self._uptime_s = 0.0
 
     def hear(self, status: dict[str, Any], now: float) -> None:
-        """An answer. Counts of another process begin anew, and so does the minute."""
-        if status["pid"] != self._pid:
+        """An answer. Counts of another process begin anew, and so does the minute. In a container each of them has the
+        same number: it is up for less time than the one before."""
+        if status["pid"] != self._pid or status["uptime_s"] < self._uptime_s:
             self._past.clear()
-            self._pid = status["pid"]
+        self._pid, self._uptime_s = status["pid"], status["uptime_s"]
         self._past.append(Figures(now, _counts(status)))
         while len(self._past) > 2 and self._past[1].at <= now - WINDOW_S:
             self._past.popleft()

@@ -1,7 +1,7 @@
 """The commands ``terracekv whatif`` and ``terracekv simulate``: what another size or policy would do.
 
-Owns nothing. Run by ``cli``. Imports typer, ``cli_options`` and ``budget``; what prints and replays is imported by the
-command that does it, so that the others start at once.
+Owns nothing. Run by ``cli``. Imports typer, ``cli_options``, ``budget`` and ``errors``; what prints and replays is
+imported by the command that does it, so that the others start at once.
 """
 
 from pathlib import Path
@@ -11,6 +11,7 @@ import typer
 
 from terracekv.daemon.cli_options import AsJson, ConfigFile, Settings, opened_door, print_json
 from terracekv.tiers.budget import parse_size
+from terracekv.tiers.errors import BadRequest
 
 
 def whatif(as_json: AsJson = False, config: ConfigFile = None, settings: Settings = None) -> None:
@@ -41,8 +42,15 @@ def simulate(
         sizes=sizes.split(","),
         policies=policies.split(","),
         disk=disk,
-        block_bytes=parse_size(block_bytes),
+        block_bytes=_size(block_bytes),
         as_json=as_json,
         csv=csv,
         png=png,
     )
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise BadRequest(f"--block-bytes: {error}", "write 2MiB or 65536") from None

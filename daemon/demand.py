@@ -30,7 +30,9 @@ SHARE = 0.01
 SLICE_S = 0.0002
 PERIOD_S = 0.02
 QUEUE_BYTES_MAX = 512 << 10
-"""Keys that wait; over it requests are passed over, and fewer blocks are followed from then on."""
+"""Keys that wait; over it requests are passed over, and fewer blocks are followed from then on,"""
+FOLLOWED_MIN = 512
+"""but no fewer than these: with them the curve costs little of a slice, and without them it knows nothing any more."""
 REPEAT_S = 0.5
 """The same request of the same session within this is the same one."""
 RECENT_MAX = 1024
@@ -100,7 +102,11 @@ class Demand:
             "requests": self.requests,
             "asked_blocks": self.curve.asked_blocks,
             "block_bytes": block_bytes,
-            "sample": {"rate": round(self.curve.rate, 6), "blocks": followed, "enough": followed >= ENOUGH_BLOCKS},
+            "sample": {
+                "rate": float(f"{self.curve.rate:.6g}"),
+                "blocks": followed,
+                "enough": followed >= ENOUGH_BLOCKS,
+            },
             "waiting": self.waiting,
             "passed_over": self.passed_over,
             "curve": self._points(sizes, block_bytes),
@@ -125,8 +131,9 @@ class Demand:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._look)
         elif self._queue_bytes > QUEUE_BYTES_MAX:
-            self._queue_bytes -= len(self._queue.popleft()[2])
-            self.passed_over += 1
+            _, _, keys, asked = self._queue.popleft()
+            self._queue_bytes -= len(keys)
+            self.passed_over += asked  # what was stored is no request
 
     def _look(self) -> None:
         """One slice."""
@@ -138,7 +145,7 @@ class Demand:
             self._queue_bytes -= len(seen[2])
             self._take(seen)
             spent = time.perf_counter() - begun
-        if behind and self._queue:
+        if behind and self._queue and len(self.curve) > FOLLOWED_MIN:
             self.curve.shrink()
         again = max(PERIOD_S, spent / SHARE)
         self._timer = asyncio.get_running_loop().call_later(again, self._look) if self._queue else None

@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
             request = protocol.request_decoder.decode(body)
             id = getattr(request, "id", 0)
             self._handle(request)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # the last: nested too deep
             self._fail(
                 id, BadRequest(f"the message cannot be read: {error}", f"speak version {VERSION} of the protocol")
             )

@@ -118,7 +118,7 @@ def _is_packed(request: web.BaseRequest) -> bool:
 def _decode(body: bytes, kind: type[T], packed: bool) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind) if packed else msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # the last: too deep
         raise BadRequest(
             f"the body is not a {kind.__name__} request: {error}", "GET /openapi.json has its shape"
         ) from None

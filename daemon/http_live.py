@@ -9,7 +9,6 @@ has what is new of both. Whoever reads too slowly to get every ``now`` gets the 
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -112,7 +111,7 @@ class Live:
             row["used_bytes"] = {name: of_tier.get(id, 0) for name, of_tier in held.items()}
         document = {
             "number": self._number,
-            "at": round(time.time(), 3),
+            "at": round(recent.now(), 3),
             "tenant": tenant or None,
             "totals": totals,
             "status": status,

@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import time
+from io import FileIO
 from pathlib import Path
 
 from terracekv.tiers.journal import Journal
@@ -23,6 +24,8 @@ journal = Journal(__name__)
 LINES_BYTES_MAX = 4 << 20
 FILE_BYTES_MAX = 4 << 30
 _HASH_BYTES = 6
+_HEAD = b'{"timestamp":'
+"""Each line begins so."""
 
 
 class LookupLog:
@@ -37,6 +40,8 @@ class LookupLog:
         self._told = False
         self.writing: asyncio.Future[None] | None = None
         """The last write that was begun: nobody waits for it, since the folder may hang, and there is one at a time."""
+        self._begun = False
+        """Whether what an earlier daemon left at the end was seen to."""
 
     def add(self, namespace: Namespace, keys: bytes) -> None:
         """A request for a chain of keys, joined."""
@@ -66,15 +71,37 @@ class LookupLog:
         """Append what was added. For a worker, one at a time."""
         lines, self._lines, self._bytes = self._lines, [], 0
         try:
-            with open(self.path, "a", opener=_private) as file:
-                if file.tell() + sum(map(len, lines)) > FILE_BYTES_MAX:
-                    raise OSError(f"it has reached {FILE_BYTES_MAX} bytes")
-                file.writelines(lines)
+            with open(self.path, "a+b", buffering=0, opener=_private) as file:
+                if not self._begun:
+                    _cut_back(file)
+                    self._begun = True
+                _append(file, "".join(lines).encode())
         except OSError as error:
             self.dropped += len(lines)
             if not self._told:
                 journal.warning("TKV-LOG-NOT-WRITTEN", f"the lookup log {self.path} is not written: {error}")
             self._told = True
+
+
+def _append(file: FileIO, data: bytes) -> None:
+    """All of it, or nothing: half a line would spoil the one behind it, and no reader takes such a trace."""
+    end = file.seek(0, os.SEEK_END)
+    if end + len(data) > FILE_BYTES_MAX:
+        raise OSError(f"it has reached {FILE_BYTES_MAX} bytes")
+    written = file.write(data)
+    if written != len(data):
+        file.truncate(end)
+        raise OSError(errno.ENOSPC, f"there was room for {written} of {len(data)} bytes")
+
+
+def _cut_back(file: FileIO) -> None:
+    """Drop half a line of ours at the end, of a daemon that was killed while it wrote; what is not ours stays."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - LINES_BYTES_MAX))
+    last = file.read(LINES_BYTES_MAX)
+    half = last[last.rfind(b"\n") + 1 :]
+    if half and _HEAD.startswith(half[: len(_HEAD)]):
+        file.truncate(end - len(half))
 
 
 def _private(path: str, flags: int) -> int:

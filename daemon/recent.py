@@ -127,7 +127,7 @@ class Recent:
         """A lookup was answered. One without an id is of a namespace that nobody knows, by the name that was asked
         for."""
         self.number += 1
-        asked = Asked(self.number, self._epoch + time.monotonic(), namespace, asked_blocks, found)
+        asked = Asked(self.number, self.now(), namespace, asked_blocks, found)
         self.all.add(asked)
         if namespace.tenant:
             _kept(self._tenants, namespace.tenant, TENANTS_MAX, Past).add(asked)
@@ -136,6 +136,10 @@ class Recent:
             use.lookups += 1
             use.asked_tokens += asked_blocks * namespace.block_tokens
             use.matched_tokens += found.blocks * namespace.block_tokens
+
+    def now(self) -> float:
+        """Seconds since 1970, by the clock of all that is remembered."""
+        return self._epoch + time.monotonic()
 
     def of(self, tenant: str) -> Past:
         """What a tenant asked; "" for everybody."""

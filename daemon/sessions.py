@@ -113,7 +113,8 @@ class Session:
     peer: Peer | None = None
     """The process at the other end, as the kernel says."""
     may_write: bool = True
-    since: float = field(default_factory=time.time)
+    since: float = field(default_factory=time.monotonic)
+    """Of ``time.monotonic``."""
     leases: dict[int, Lease] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
     handles: int = 0

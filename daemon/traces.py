@@ -65,7 +65,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[int], int]]:
 def _request(line: str, where: str) -> tuple[list[int], int]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the last: nested too deep
         raise BadRequest(f"{where} is not JSON: {error}", LINE) from None
     hashes = entry.get("hash_ids") if isinstance(entry, dict) else None
     if not isinstance(hashes, list) or not all(type(hashed) is int for hashed in hashes):

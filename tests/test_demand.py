@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,6 +69,37 @@ def test_what_cannot_be_looked_at_in_time_is_passed_over_and_fewer_blocks_are_fo
         while watched.waiting > 150:
             await asyncio.sleep(0.005)
         assert watched.curve.rate < before
+
+    worlds.run(story)
+
+
+def test_stores_that_are_passed_over_are_no_requests(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        watched = w.sessions.demand
+        for number in range(400):
+            watched.stored(number, w.namespace, [key_of(number, page) for page in range(64)])
+        await looked(w)
+        assert (watched.passed_over, watched.requests) == (0, 0)
+
+    worlds.run(story)
+
+
+def test_a_burst_of_what_is_followed_already_leaves_the_curve_its_sample(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        watched, chain = w.sessions.demand, b"".join(key_of(1, page) for page in range(64))
+        before = watched.curve.rate
+        for number in range(1000):
+            watched.asked(number, w.namespace, chain)
+        await looked(w)
+        assert watched.passed_over > 0 and watched.curve.rate == before
+
+    worlds.run(story)
+
+
+def test_whatif_tells_the_rate_of_its_sample_however_small(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        w.sessions.demand.curve = Curve(3e-9)
+        assert w.sessions.demand.whatif()["sample"]["rate"] == pytest.approx(3e-9)
 
     worlds.run(story)
 
@@ -142,6 +175,39 @@ def test_the_lookup_log_is_a_trace(worlds: Worlds, tmp_path: Path) -> None:
         assert replay(trace, Policy(), 100).loaded_blocks == 5
 
     worlds.run(story)
+
+
+def test_half_a_line_that_a_kill_left_in_the_lookup_log_spoils_none_behind_it(worlds: Worlds, tmp_path: Path) -> None:
+    place = tmp_path / "lookups.jsonl"
+    place.write_text('{"hash_ids":[1,2]}\n{"timestamp":1,"hash_ids":[1,2')
+
+    async def story(w: World) -> None:
+        log = w.sessions.demand.log = LookupLog(place, b"secret")
+        w.sessions.demand.asked(1, w.namespace, key(1))
+        await looked(w)
+        log.write()
+        assert list(map(len, read_trace(place).chains)) == [2, 1]
+
+    worlds.run(story)
+
+
+def test_a_lookup_log_whose_disk_is_full_ends_with_a_whole_line(tmp_path: Path) -> None:
+    place = tmp_path / "lookups.jsonl"
+    script = f"""if True:
+        import resource, signal
+        from pathlib import Path
+        from terracekv.daemon.lookup_log import LookupLog
+        from terracekv.tiers.namespace import Namespace
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+        log = LookupLog(Path({str(place)!r}), b"secret")
+        for blocks in (1, 30, 1):
+            log.add(Namespace(b"n" * 32, 1, 0, "m", "r", "bf16", bytes(32), 16, 1, 4096), bytes(range(32)) * blocks)
+            log.write()
+        assert log.dropped == 1, log.dropped
+    """
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert place.read_text().endswith("}\n") and list(map(len, read_trace(place).chains)) == [1, 1]
 
 
 @pytest.mark.parametrize("what", ["link", "pipe", "folder"])

@@ -69,6 +69,7 @@ def packed(*parts: Any) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+DEEP = msgspec.msgpack.encode(["lookup", 1, b"", 10, None])[:-1] + b"\x91" * 100_000 + b"\xc0"
 MALFORMED = {
     "nothing": LENGTH.pack(0),
     "not msgpack": LENGTH.pack(4) + b"\xc1\xc1\xc1\xc1",
@@ -88,6 +89,7 @@ MALFORMED = {
     "indices of text": packed("commit", 1, 1, ["a"], False),
     "indices that are bytes": packed("commit", 1, 1, b"\x00", False),
     "deep nesting": LENGTH.pack(100_001) + b"\x91" * 100_000 + b"\x90",
+    "deep nesting behind what is known": LENGTH.pack(len(DEEP)) + DEEP,
     "keys of another length": frame(Lookup(0, b"x" * 33, 10)),
 }
 

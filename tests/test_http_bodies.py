@@ -55,6 +55,22 @@ async def test_what_is_no_json_is_refused(people: People, body: bytes) -> None:
         assert (answer.status, (await answer.json())["error"]["kind"]) == (400, "bad_request")
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/json", b'{"namespace": "x", "tokens": %b%b}' % (b"[" * 100_000, b"]" * 100_000)),
+        ("application/msgpack", b"\x81\xa6tokens" + b"\x91" * 100_000 + b"\xc0"),
+    ],
+)
+@served()
+async def test_what_is_nested_without_end_is_refused_and_no_fault_of_the_daemon(
+    people: People, kind: str, body: bytes
+) -> None:
+    async with people.client.post("/v1/explain", data=body, headers={"Content-Type": kind}) as answer:
+        assert (answer.status, (await answer.json())["error"]["kind"]) == (400, "bad_request")
+    assert people.door.errors == 0
+
+
 @served()
 async def test_msgpack_is_read_and_written_where_it_is_asked_for(people: People) -> None:
     namespace, keys = people.register(), keys_of(2)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,18 @@ async def test_a_stream_begins_with_the_past_and_goes_on_with_what_is_new(people
         assert [each["number"] for each in fresh["lookups"]] == [row["number"] + 1]
         assert fresh["lookups"][0]["first_miss"] is None
         assert (await heard_now(answer))["lookups"] == [], "told once"
+
+
+@served()
+async def test_a_clock_that_is_set_leaves_the_last_hour_where_it_was(
+    people: People, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await people.lookup(people.register(), keys_of(4))
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+    async with people.client.get("/v1/live") as answer:
+        now = await heard_now(answer)
+    assert all(0 <= now["at"] - row["at"] < 3600 for row in now["history"]) and now["history"]
 
 
 @pytest.mark.fault(115)

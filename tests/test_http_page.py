@@ -5,8 +5,10 @@ import re
 
 import pytest
 
+from terracekv.daemon.cli_explain import REASONS
 from terracekv.daemon.http_page import FOLDER
 from terracekv.tests.people import People, fetch, served
+from terracekv.tiers.tier import Miss
 
 
 @served()
@@ -38,6 +40,12 @@ async def test_each_file_comes_plain_or_compressed_and_once_to_whoever_keeps_it(
             assert (await fetch(people, where, **{"If-None-Match": '"other"', "Accept-Encoding": accepted}))[0] == 200
             tags.add(tag)
         assert len(tags) == 2, "the two forms are not the same bytes"
+
+
+def test_every_reason_of_a_miss_has_words_on_the_page_and_in_explain() -> None:
+    reasons = re.search(r"REASONS = \{(.*?)\n\};", (FOLDER / "words.js").read_text(), re.DOTALL)
+    assert reasons is not None
+    assert set(re.findall(r"^  (\w+): \[", reasons[1], re.MULTILINE)) == {str(reason) for reason in Miss} == {*REASONS}
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "..%2F__main__.py", "%2e%2e%2fhttp_page.py", "."])

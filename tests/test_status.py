@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 
@@ -9,6 +10,22 @@ from terracekv.daemon.config import TYPES, version
 from terracekv.tests.people import BLOCK_BYTES, BLOCK_TOKENS, MODEL, People, keys_of, served, until
 from terracekv.tiers import failpoint
 from terracekv.tiers.block import block_id
+
+
+@served()
+async def test_a_clock_that_is_set_makes_nothing_older_or_younger(
+    people: People, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert people.store.disk is not None
+    people.store.disk._ledger.failed(OSError("no"))
+    session = people.sessions.start(7, people.register(), 0, 4321, "engine x")
+    real = time.time
+    for seconds in (-86_400, 86_400):
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: real() + seconds)
+        _, document = await people.ask("GET", "/v1/status")
+        ages = document["sessions"][0]["age_s"], document["tiers"]["disk"]["last_error_age_s"]
+        assert all(0 <= age < 3600 for age in ages)
+    people.sessions.close(session)
 
 
 @pytest.mark.fault(118)

@@ -206,6 +206,13 @@ def test_hits_are_those_of_the_last_minute_and_rates_those_between_two_answers()
     assert (view.span_s, view.over_the_minute("asked_blocks"), view.rate("loaded", "host")) == (0.0, 3, None)
 
 
+def test_a_daemon_that_restarts_under_the_same_number_begins_anew() -> None:
+    view = View()
+    view.hear(status(asked=500, host=300, pid=1, uptime_s=900.0), 0.0)
+    view.hear(status(asked=3, host=0, pid=1, uptime_s=0.5), 10.0)
+    assert (view.span_s, view.over_the_minute("asked_blocks"), view.rate("loaded", "host")) == (0.0, 3, None)
+
+
 @pytest.mark.parametrize("rows", [5, 1000])
 def test_what_is_wrong_is_shown_with_what_to_do_however_many_sessions_there_are(rows: int) -> None:
     session = {"engine": "e\x1b[2J", "pid": 1, "age_s": 1, "model": "m", "shard": None, "pending_blocks": 0}

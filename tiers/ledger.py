@@ -74,7 +74,7 @@ class Ledger:
 
     def _note(self, text: str, event: str, advice: str) -> None:
         with self._lock:
-            self.last_error, self.last_error_at, self.last_event, self.advice = text, time.time(), event, advice
+            self.last_error, self.last_error_at, self.last_event, self.advice = text, time.monotonic(), event, advice
 
     def failed(self, error: Exception) -> None:
         """The medium raised an error."""

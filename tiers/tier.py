@@ -79,7 +79,7 @@ class TierStatus:
     counters: Counters
     last_error: str | None = None
     last_error_at: float | None = None
-    """When that was, of ``time.time``; None when there is none, or it is still so."""
+    """When that was, of ``time.monotonic``; None when there is none, or it is still so."""
     last_event: str | None = None
     """Its id: a section of ``docs/errors.md``."""
     advice: str | None = None

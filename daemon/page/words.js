@@ -7,6 +7,7 @@ export const REASONS = {
   unknown_namespace: ["unknown namespace", "No engine of that model, revision, dtype, layout and tenant was here. Compare what was asked for with the namespaces below."],
   absent: ["absent", "Nobody has stored this block, or it was stored under another revision, dtype, layout or tenant: that is another namespace."],
   evicted: ["evicted", "It was here and had to make room. A larger host.size or disk.size would have kept it."],
+  damaged: ["damaged", "Its bytes were wrong when they were last read, so it was forgotten; it is stored anew when it is next computed."],
   tier_down: ["tier down", "A tier that may have it does not answer: see the errors."],
   deadline: ["deadline", "The bucket did not say in time. Its answer is kept for the next lookup."],
   too_slow: ["too slow", "To load it would take longer than to compute it (s3.prefill_tokens_per_s)."],
