@@ -296,7 +296,7 @@ class Shelf:
                     self._still_there(spare)
                 else:
                     with contextlib.suppress(OSError):
-                        self._still_there((number, self.files.path(number).stat().st_size))
+                        self._still_there((number, os.stat(self.files.path(number)).st_size))
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 text = f"no room for another segment in {self.files.folder}: {error}"
