@@ -6,6 +6,7 @@ Owns the process: signals, threads that are not the mover's, and the order of st
 
 import argparse
 import asyncio
+import errno
 import gc
 import os
 import signal
@@ -49,6 +50,12 @@ SWITCH_S = 1e-4
 HOUSEKEEPING_S = 1.0
 END_S = 20.0
 """At the end a worker may take so long with what it does: longer than a server that hangs keeps one of the bucket's."""
+HINTS = {
+    errno.EMFILE: "let the process open more files: ulimit -n, or LimitNOFILE= in its unit",
+    errno.ENFILE: "the machine has no more open files to give: raise fs.file-max",
+    errno.ELOOP: "a link stands where the daemon keeps a file of its own: remove it",
+}
+"""What to do about errors of the system that do not say it."""
 PROBE_S = 1.0
 """The doors open after so long even if the bucket has not answered yet."""
 
@@ -72,15 +79,20 @@ def run(config: Config) -> int:
         journal.info("TKV-START", summary(config, room), version=version())
         tiers = open_tiers(config)
     except (TerraceError, OSError) as error:
-        print(f"terracekv: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     try:
         return uvloop.run(_serve(config, tiers, started))
     except (TerraceError, OSError) as error:
-        print(f"terracekv: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     finally:
         tiers.close()
+
+
+def _failed(error: TerraceError | OSError) -> int:
+    """Say why there is no daemon; the exit status."""
+    hint = HINTS.get(error.errno or 0) if isinstance(error, OSError) else None
+    print(f"terracekv: {error}" + (f" ({hint})" if hint else ""), file=sys.stderr)
+    return 1
 
 
 async def _serve(config: Config, tiers: Tiers, started: float) -> int:
@@ -300,7 +312,7 @@ async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: 
     """What must happen now and then without anybody asking. What may have to wait for a tier comes last."""
     _reread(access, engine, http)
     if (lookups := engine.sessions.demand.log) is not None and lookups.due:
-        lookups.writing = store.state_mover.load(lookups.write)
+        lookups.writing = store.state_mover.load(partial(lookups.write, lookups.take()))
         lookups.writing.add_done_callback(heard)
     gone = engine.missing()
     if gone and "engine door" not in http.not_ready:

@@ -12,11 +12,10 @@ import hmac
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from terracekv.daemon.access_file import Caller, Right, Table, digest_of, read_table
-from terracekv.daemon.config import Config, read_token
+from terracekv.daemon.access_file import Caller, Right, Table, digest_of, read_table, read_token
+from terracekv.daemon.config import Config
 from terracekv.daemon.config_access import owner_of
 from terracekv.daemon.peers import Admission, Peer
 from terracekv.daemon.sessions import salt_of_tenant, tenant_salt
@@ -57,7 +56,7 @@ class Access:
         """What is wrong with the files now; the table in force is the one before."""
         self.refused = 0
         """Requests and sessions that were not let in."""
-        self._read()
+        self._read(again=False)
 
     @property
     def asks_peers(self) -> bool:
@@ -74,7 +73,7 @@ class Access:
         if not (self._watched.changed() or force):
             return False
         try:
-            self._read()
+            self._read(again=True)
         except ConfigError as error:
             self.last_error = str(error)
             journal.error("TKV-ACCESS-KEPT", f"tokens and tenants stay as they were: {error}")
@@ -158,9 +157,10 @@ class Access:
         self.refused += 1
         return Denied(message, hint, known=known)
 
-    def _read(self) -> None:
+    def _read(self, again: bool) -> None:
         """All or nothing: no table of which the one half is new."""
-        file, token = self._config.access.file, read_token(self._config)
-        table = read_table(Path(file)) if file else Table()
+        file, token_file = self._config.access.file, self._config.daemon.token_file
+        token = read_token(token_file, again) if token_file else None
+        table = read_table(file, again) if file else Table()
         self.table = table
         self._token = None if token is None else digest_of(token.encode())

@@ -6,12 +6,14 @@ Pure, but for reading the file. Called by ``access`` at the start and whenever t
 Secrets are kept as digests: what a caller presents is hashed and compared, whether the file has the secret or its hash.
 """
 
+import errno
 import hashlib
+import os
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -99,10 +101,23 @@ def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def read_table(path: Path) -> Table:
+def read_token(path: str, again: bool = False) -> str:
+    """The bearer token in ``daemon.token_file``. ConfigError if unusable."""
+    try:
+        token = _text(path, again).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"daemon.token_file cannot be read: {error}", "create it, readable by the daemon") from None
+    if len(token) < SECRET_CHARS_MIN:
+        raise ConfigError(
+            f"daemon.token_file holds {len(token)} characters", f"write a secret of {SECRET_CHARS_MIN} or more into it"
+        )
+    return token
+
+
+def read_table(path: str, again: bool = False) -> Table:
     """ConfigError says what is wrong with the file, and never what a secret in it is."""
     try:
-        content = msgspec.convert(tomllib.loads(path.read_text()), Content)
+        content = msgspec.convert(tomllib.loads(_text(path, again)), Content)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"access.file cannot be read: {error}", "create it, readable by the daemon alone") from None
     except tomllib.TOMLDecodeError:
@@ -115,6 +130,15 @@ def read_table(path: Path) -> Table:
         tenants=tuple(content.tenants),
         quotas={tier: _quotas(content, tier) for tier in QUOTAS},
     )
+
+
+def _text(path: str, again: bool) -> str:
+    """The whole file. At the start it may be a pipe; ``again`` nobody waits for the other end of one."""
+    more = os.O_NONBLOCK if again else 0
+    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | more)) as file:
+        if again and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file", path)
+        return file.read()
 
 
 def _tokens(content: Content) -> tuple[tuple[bytes, Caller], ...]:

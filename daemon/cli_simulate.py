@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from terracekv.daemon.cli_text import count
-from terracekv.daemon.simulate import Row, as_csv, blocks_of, draw, policies_of, replay
+from terracekv.daemon.simulate import Row, as_csv, blocks_of, draw, policies_of, replay, require_plot
 from terracekv.daemon.traces import read_trace
 from terracekv.tiers.budget import show
 from terracekv.tiers.eviction import AUTO
@@ -37,6 +37,10 @@ def simulate(
 ) -> None:
     """Replay a trace under each policy at each size, and show what came of it; ``block_bytes`` 0 is the trace's."""
     wanted = policies_of(policies)
+    if png is not None:
+        require_plot()
+    for wanted_file in filter(None, (csv, png)):
+        wanted_file.open("ab").close()  # what cannot be written is told now, not after the replay
     trace = read_trace(path)
     block_bytes = block_bytes or trace.block_bytes
     capacities = [blocks_of(size, trace, block_bytes) for size in sizes]

@@ -35,7 +35,6 @@ PREFIX = "TERRACEKV_"
 ARENA = "arena"
 SLAB_AUTO_MIN, SLAB_AUTO_MAX, SLAB_STEP = 16 * MIB, 256 * MIB, 2 * MIB
 SOCKET_PATH_MAX = 107
-TOKEN_CHARS_MIN = 16
 _NOT_OURS = re.compile(r".*_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_\w+)?)")
 """Kubernetes puts these into every container of a namespace that has a Service called terracekv."""
 
@@ -239,21 +238,6 @@ def slab_of(host_size: int) -> int:
     """What ``host.slab`` comes to under auto."""
     sixteenth = host_size // 16 // SLAB_STEP * SLAB_STEP
     return min(host_size // PAGE * PAGE, max(SLAB_AUTO_MIN, min(SLAB_AUTO_MAX, sixteenth)))
-
-
-def read_token(config: Config) -> str | None:
-    """The bearer token that HTTP over TCP asks for; None when no file is configured. ConfigError if unusable."""
-    if not config.daemon.token_file:
-        return None
-    try:
-        token = Path(config.daemon.token_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"daemon.token_file cannot be read: {error}", "create it, readable by the daemon") from None
-    if len(token) < TOKEN_CHARS_MIN:
-        raise ConfigError(
-            f"daemon.token_file holds {len(token)} characters", f"write a secret of {TOKEN_CHARS_MIN} or more into it"
-        )
-    return token
 
 
 def describe(config: Config) -> dict[str, dict[str, str | int | float | bool | None]]:

@@ -100,7 +100,7 @@ class Demand:
         return {
             "scope": "all namespaces of this daemon together; evicted by lru, everything admitted",
             "requests": self.requests,
-            "asked_blocks": self.curve.asked_blocks,
+            "asked_blocks": self._blocks,
             "block_bytes": block_bytes,
             "sample": {
                 "rate": float(f"{self.curve.rate:.6g}"),
@@ -109,6 +109,7 @@ class Demand:
             },
             "waiting": self.waiting,
             "passed_over": self.passed_over,
+            "log_dropped": None if self.log is None else self.log.dropped,
             "curve": self._points(sizes, block_bytes),
             "tiers": {
                 name: self._points([factor * size for factor in FACTORS], block_bytes)

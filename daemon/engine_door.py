@@ -292,9 +292,7 @@ class Connection(asyncio.Protocol):
         self._wait(len(request.keys), self._later(request.id, question, wait_s, answer))
 
     def _found(self, id: int, found: Found) -> None:
-        self._send(
-            protocol.Found(id, found.blocks, found.per_tier, found.first_miss, found.reason, round(found.load_ms, 3))
-        )
+        self._send(protocol.Found(id, found.blocks, found.per_tier, found.first_miss, found.reason, found.load_ms))
 
     def _acquire(self, session: Session, request: protocol.Acquire) -> None:
         keys = distinct(request.keys)

@@ -9,10 +9,12 @@ traceback, and the stacks that the watchdog writes, follow their line in text an
 
 import json
 import logging
+import os
+import select
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TextIO
 
 WINDOW_S = 60.0
 LINES_MAX = 20
@@ -73,6 +75,34 @@ class Sparing(logging.Filter):
         return count < LINES_MAX
 
 
+class Standard(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream, and waits for nobody: where the stream is a pipe that is full, since whoever should
+    read it has stopped, lines are lost, and counted in the first one that finds room again."""
+
+    lost = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See ``logging``; one at a time."""
+        try:
+            text = self.format(record) + "\n"
+            if self.lost:
+                text = f"{self.lost} lines were lost: nobody read the log\n{text}"
+            if self._write(text.encode(errors="backslashreplace")):
+                self.lost = 0
+            else:
+                self.lost += 1
+        except (OSError, ValueError, TypeError):  # the stream is closed, or a library's words do not fit together
+            self.lost += 1
+
+    def _write(self, data: bytes) -> bool:
+        file = self.stream.fileno()
+        for at in range(0, len(data), select.PIPE_BUF):  # a pipe that is ready takes so much at once
+            if not select.select([], [file], [], 0)[1]:
+                return False
+            os.write(file, data[at : at + select.PIPE_BUF])
+        return True
+
+
 def _printable(line: str) -> str:
     """Characters that would move a terminal's cursor, by their numbers."""
     return line if line.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
@@ -87,7 +117,7 @@ def to_stderr(level: str, form: str) -> None:
     """Write the log there, from ``level`` on, as ``text`` or ``json``.
 
     Libraries never below INFO: what they tell a debugger has signatures and session tokens in it."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = Standard(sys.stderr)
     handler.setFormatter(Lines(form == "json"))
     handler.addFilter(Sparing())
     root = logging.getLogger()

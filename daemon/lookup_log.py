@@ -1,8 +1,8 @@
 """The lookup log: what engines asked for, a line of JSON each, as ``terracekv simulate`` reads it.
 
-Owns the file. ``add`` is called on the event loop, ``write`` in a worker; between them lines wait in memory. Imports
-``tiers``. Lines have the form of the Mooncake traces: block hashes as numbers, here 48 bits of a hash of each key under
-the node's secret, from which nobody without it can tell what was asked, even who has the prompt.
+Owns the file. ``add`` and ``take`` are called on the event loop, ``write`` in a worker; between them lines wait in
+memory. Imports ``tiers``. Lines have the form of the Mooncake traces: block hashes as numbers, here 48 bits of a hash
+of each key under the node's secret, from which nobody without it can tell what was asked, even who has the prompt.
 """
 
 import asyncio
@@ -67,9 +67,13 @@ class LookupLog:
         """Whether there is anything to write, and nothing is being written."""
         return bool(self._lines) and (self.writing is None or self.writing.done())
 
-    def write(self) -> None:
-        """Append what was added. For a worker, one at a time."""
+    def take(self) -> list[str]:
+        """What was added since the last time, on the event loop."""
         lines, self._lines, self._bytes = self._lines, [], 0
+        return lines
+
+    def write(self, lines: list[str]) -> None:
+        """Append them. For a worker, one at a time."""
         try:
             with open(self.path, "a+b", buffering=0, opener=_private) as file:
                 if not self._begun:

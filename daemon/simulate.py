@@ -8,6 +8,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 
 from terracekv.daemon.traces import Trace
@@ -136,12 +137,16 @@ def as_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
+def require_plot() -> None:
+    """BadRequest where the extra ``plot`` is not installed."""
+    if find_spec("matplotlib") is None:
+        raise BadRequest("--png needs matplotlib, which is not installed", 'pip install "terracekv[plot]"')
+
+
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Hits by capacity, a line for each policy. BadRequest where the extra ``plot`` is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise BadRequest("--png needs matplotlib, which is not installed", 'pip install "terracekv[plot]"') from None
+    """Hits by capacity, a line for each policy; see ``require_plot``."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for policy in dict.fromkeys(row.policy for row in rows):

@@ -244,4 +244,19 @@ def test_a_file_that_is_configured_and_not_there_stops_the_start(tmp_path: Path)
     with pytest.raises(ConfigError, match="cannot be read"):
         Access(settings(tmp_path, access_file=str(tmp_path / "none")))
     with pytest.raises(ConfigError):
-        read_table(tmp_path)
+        read_table(str(tmp_path))
+
+
+def test_a_file_in_whose_place_a_pipe_comes_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody writes into it: who opens it waits for ever."""
+    for name in ("token", "access.toml"):
+        (tmp_path / name).write_text("a secret of enough length\n" if name == "token" else "")
+    access = Access(settings(tmp_path, daemon_token_file=str(tmp_path / "token")))
+    (tmp_path / "token").unlink()
+    os.mkfifo(tmp_path / "token")
+    assert not access.refresh()
+    assert "no plain file" in str(access.last_error) and access.of_token(b"a secret of enough length") is not None
+    access = Access(settings(tmp_path, access_file=str(tmp_path / "access.toml")))
+    (tmp_path / "access.toml").unlink()
+    os.mkfifo(tmp_path / "access.toml")
+    assert not access.refresh() and "no plain file" in str(access.last_error)

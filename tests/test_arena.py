@@ -198,3 +198,14 @@ def test_a_view_that_somebody_kept_outlives_the_close(shm_dir: Path) -> None:
     arena.close()
     assert bytes(kept) == b"kept"
     kept.release()
+
+
+@pytest.mark.parametrize("name", ["arena", "owner.lock"])
+def test_a_link_in_the_place_of_a_file_of_ours_leads_nowhere(tmp_path: Path, name: str) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "runtime"
+    victim.write_text("as it was")
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"), arena_in(folder):
+        pass
+    assert victim.read_text() == "as it was"

@@ -107,6 +107,11 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, says: str) -> N
     assert done.returncode == 1 and says in done.stderr and "hint: " in done.stderr and "Error" not in done.stderr
 
 
+def test_a_file_that_cannot_be_written_is_told_before_the_replay(tmp_path: Path) -> None:
+    done = run(tmp_path / "no trace", "--csv", tmp_path / "nowhere" / "rows")
+    assert done.returncode == 1 and "nowhere/rows" in done.stderr
+
+
 def test_a_size_in_bytes_needs_the_size_of_a_block(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"hash_ids": [1]}\n')

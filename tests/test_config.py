@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from terracekv.daemon import config as config_module
-from terracekv.daemon.config import Config, describe, load_config, read_token, require_folders, resolve, summary
+from terracekv.daemon.access_file import read_token
+from terracekv.daemon.config import Config, describe, load_config, require_folders, resolve, summary
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, Memory, Space, parse_size
 from terracekv.tiers.errors import ConfigError, NoRoom
@@ -152,13 +153,14 @@ def test_a_door_that_others_can_reach_needs_a_token(bind: str, tmp_path: Path) -
         load(daemon__http=bind)
     token = tmp_path / "token"
     token.write_text("a secret of enough length\n")
-    assert read_token(load(daemon__http=bind, daemon__token_file=str(token))) == "a secret of enough length"
+    config = load(daemon__http=bind, daemon__token_file=str(token))
+    assert read_token(config.daemon.token_file) == "a secret of enough length"
 
 
 @pytest.mark.fault(108)
 @pytest.mark.parametrize("bind", ["", "127.0.0.1:0", "127.9.9.9:7411", "localhost:7411", "[::1]:7411"])
 def test_a_door_that_only_this_machine_can_reach_does_not(bind: str) -> None:
-    assert read_token(load(daemon__http=bind)) is None
+    assert load(daemon__http=bind).daemon.token_file == ""
 
 
 @pytest.mark.fault(108)
@@ -168,7 +170,7 @@ def test_an_unusable_token_is_an_error_and_not_an_open_door(tmp_path: Path, cont
     if content is not None:
         token.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match="token_file"):
-        read_token(load(daemon__token_file=str(token)))
+        read_token(load(daemon__token_file=str(token)).daemon.token_file)
 
 
 def test_auto_is_a_quarter_of_the_memory_and_within_shared_memory() -> None:

@@ -165,8 +165,8 @@ def test_the_lookup_log_is_a_trace(worlds: Worlds, tmp_path: Path) -> None:
             w.sessions.demand.asked(number, w.namespace, b"".join(chain))
         await looked(w)
         assert log.due
-        log.write()
-        log.write()
+        log.write(log.take())
+        log.write(log.take())
         assert log.path.stat().st_mode & 0o777 == 0o600
         trace = read_trace(log.path)
         assert list(map(len, trace.chains)) == [3, 3, 3, 3] and trace.unique == 7
@@ -185,7 +185,7 @@ def test_half_a_line_that_a_kill_left_in_the_lookup_log_spoils_none_behind_it(wo
         log = w.sessions.demand.log = LookupLog(place, b"secret")
         w.sessions.demand.asked(1, w.namespace, key(1))
         await looked(w)
-        log.write()
+        log.write(log.take())
         assert list(map(len, read_trace(place).chains)) == [2, 1]
 
     worlds.run(story)
@@ -203,7 +203,7 @@ def test_a_lookup_log_whose_disk_is_full_ends_with_a_whole_line(tmp_path: Path) 
         log = LookupLog(Path({str(place)!r}), b"secret")
         for blocks in (1, 30, 1):
             log.add(Namespace(b"n" * 32, 1, 0, "m", "r", "bf16", bytes(32), 16, 1, 4096), bytes(range(32)) * blocks)
-            log.write()
+            log.write(log.take())
         assert log.dropped == 1, log.dropped
     """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -227,7 +227,7 @@ def test_a_lookup_log_is_a_plain_file_or_nothing(worlds: Worlds, tmp_path: Path,
         log = w.sessions.demand.log = LookupLog(place, b"secret")
         w.sessions.demand.asked(1, w.namespace, key(1))
         await looked(w)
-        log.write()
+        log.write(log.take())
         assert log.dropped == 1
 
     before = place.stat().st_mode
@@ -243,7 +243,7 @@ def test_a_lookup_log_made_by_somebody_else_is_closed_to_others(worlds: Worlds, 
         log = w.sessions.demand.log = LookupLog(place, b"secret")
         w.sessions.demand.asked(1, w.namespace, key(1))
         await looked(w)
-        log.write()
+        log.write(log.take())
 
     worlds.run(story)
     assert place.stat().st_mode & 0o777 == 0o600
@@ -259,7 +259,7 @@ def test_a_lookup_log_that_cannot_be_written_is_a_warning_and_a_count(
         for number in range(2):
             w.sessions.demand.asked(number, w.namespace, key(number))
             await looked(w)
-            log.write()
+            log.write(log.take())
         assert log.dropped == 2 and caplog.text.count("is not written") == 1
 
     worlds.run(story)

@@ -117,7 +117,7 @@ def is_access_file(text: str) -> bool:
 @pytest.mark.parametrize(("page", "text"), [block for block in blocks("toml") if is_access_file(block[1])])
 def test_every_file_of_tokens_that_is_shown_is_one(page: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "access.toml").write_text(text)
-    table = read_table(tmp_path / "access.toml")
+    table = read_table(str(tmp_path / "access.toml"))
     assert table.tokens and table.tenants and table.quotas["host"], page
 
 

@@ -4,13 +4,14 @@ import ast
 import importlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from terracekv.daemon.logs import LINES_MAX, WINDOW_S, Lines, Sparing
+from terracekv.daemon.logs import LINES_MAX, WINDOW_S, Lines, Sparing, Standard
 from terracekv.tests.harness import Daemon
 from terracekv.tests.test_floor_plan import nodes
 from terracekv.tiers.errors import TerraceError, TierDown, TierFull, event_and_advice, event_of_kind
@@ -188,3 +189,20 @@ def test_a_daemon_writes_json_when_it_is_told_to(shm_dir: Path, tmp_path: Path) 
     events = [line["event"] for line in lines]
     assert events[0] == "TKV-START" and events[-2:] == ["TKV-STOPPING", "TKV-STOPPED"] and "TKV-READY" in events
     assert all(line["time"] and line["level"] == "info" and line["message"] for line in lines)
+
+
+def test_a_log_that_nobody_reads_stops_nobody_and_what_is_lost_is_counted() -> None:
+    ours, theirs = os.pipe()
+    with open(ours, "rb", buffering=0) as reader, open(theirs, "w") as stream:
+        handler = Standard(stream)
+        record = logging.LogRecord("n", logging.INFO, "", 0, "x" * 10_000, (), None)
+        for _ in range(20):  # a pipe holds 65,536 bytes
+            handler.handle(record)
+        assert 0 < handler.lost < 20
+        os.set_blocking(ours, False)
+        while reader.read(1 << 16):
+            pass
+        lost = handler.lost
+        handler.handle(logging.LogRecord("n", logging.INFO, "", 0, "here again", (), None))
+        assert reader.read(1 << 16) == f"{lost} lines were lost: nobody read the log\nhere again\n".encode()
+        assert handler.lost == 0

@@ -23,10 +23,10 @@ class HeldLog(LookupLog):
         self.answers = threading.Event()
         self.writes = 0
 
-    def write(self) -> None:
+    def write(self, lines: list[str]) -> None:
         self.writes += 1
         assert self.answers.wait(30)
-        super().write()
+        super().write(lines)
 
 
 def test_a_lookup_log_whose_folder_hangs_keeps_nothing_else_waiting(

@@ -96,3 +96,12 @@ def test_a_runtime_folder_that_another_user_has_made_is_refused(
         return
     with pytest.raises(ConfigError, match=r"daemon.runtime_dir is .* and belongs to another user \(uid 12345\)"):
         require_folders(config)
+
+
+def test_too_few_open_files_are_told_with_the_limit_to_raise(shm_dir: Path, tmp_path: Path) -> None:
+    daemon = Daemon(shm_dir, tmp_path)
+    flags = [part for key, value in daemon.settings.items() for part in ("--set", f"{key}={value}")]
+    command = ["sh", "-c", 'ulimit -Hn 24; ulimit -n 24; exec "$0" "$@"', sys.executable, *daemon.program, *flags]
+    daemon.state.mkdir(exist_ok=True)
+    done = subprocess.run(command, cwd=daemon.state, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ulimit -n" in done.stderr and "Traceback" not in done.stderr, done.stderr

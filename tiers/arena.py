@@ -52,7 +52,7 @@ class Arena:
         """Slabs, from the first on, that may be written to. Only grows."""
         self.last_error: str | None = None
         self._stopping = threading.Event()
-        lock_fd = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock_fd = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._lock_fd = claim(lock_fd, folder, "daemon.runtime_dir")
         try:
             failpoint("arena.open")
@@ -76,7 +76,7 @@ class Arena:
     def _open(self, adopt: bool) -> bool:
         """Open the arena file. One that is not adopted is replaced, neither truncated nor reused: engines may still map
         it, read from it and, unknown to a slot table made anew, be writing to it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self.path, flags, 0o600)
         found = os.fstat(fd)
         adopted = adopt and found.st_size == self.size_bytes

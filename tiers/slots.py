@@ -115,7 +115,7 @@ class SlotTable:
         self.adopted = adopt and table_fits(path, arena_bytes=arena_bytes, slab_bytes=slab_bytes)
         if not self.adopted:
             path.unlink(missing_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         os.ftruncate(self._fd, self.size_bytes)
         os.posix_fallocate(self._fd, 0, self._records_at)
         self._table = mmap.mmap(self._fd, self.size_bytes)
