@@ -43,8 +43,8 @@ demo-cluster: $(VENV)/cluster.stamp  ## two nodes and one bucket: a node that ne
 serve: $(VENV)/run.stamp  ## run the daemon with the default settings (ARGS="--set host.size=2GiB")
 	$(BIN)/terracekv serve $(ARGS)
 
-test: $(VENV)/dev.stamp  ## all tests that need no model and no bucket, but the long ones (ARGS="-k arena")
-	$(BIN)/pytest -m "not s3 and not gpu and not long and not browser" $(addprefix --ignore=,tests/e2e tests/s3 $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
+test: $(VENV)/dev.stamp  ## all tests that need no model and no bucket, but the long ones (ARGS="-k arena -n 0")
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m "not s3 and not gpu and not long and not browser" $(addprefix --ignore=,tests/e2e tests/s3 $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)
 
 test-long: $(VENV)/dev.stamp  ## the daemon killed again and again, what hangs, fuzzers for seconds, a short soak
 	$(BIN)/pytest -m "long and not s3" $(addprefix --ignore=,tests/e2e $(WITH_MODEL) $(WITH_VLLM)) $(ARGS)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -119,9 +119,9 @@ def run(door: Door, interval_s: float) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     with contextlib.suppress(KeyboardInterrupt), ended_by_sigterm(), _keys() as pressed:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            asked, size = float("-inf"), (0, 0)
+            asked, size = float("-inf"), ConsoleDimensions(0, 0)
             while not pressed("q"):
-                now, present = time.monotonic(), os.get_terminal_size()
+                now, present = time.monotonic(), ConsoleDimensions(*os.get_terminal_size())
                 if due := now - asked >= interval_s:
                     asked = now
                     try:
@@ -129,7 +129,7 @@ def run(door: Door, interval_s: float) -> None:
                     except TerraceError as error:
                         view.miss(error, time.monotonic())
                 if due or size != present:
-                    size = present
+                    size = console.size = present  # whatever COLUMNS and LINES said once
                     live.update(frame(view, size[0], size[1], time.monotonic(), interval_s), refresh=True)
 
 

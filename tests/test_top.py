@@ -24,6 +24,7 @@ needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is no
 
 def environ(daemon: Daemon) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("TERRACEKV_", "TMUX"))}
+    kept |= {"COLUMNS": "120", "LINES": "50"}  # as a shell exports them that was once of another size
     return kept | {"TERRACEKV_DAEMON_RUNTIME_DIR": str(daemon.runtime), "TERM": "screen-256color", "LC_ALL": "C.UTF-8"}
 
 
@@ -62,7 +63,10 @@ class Terminal:
             screen = self.screen
             return all(word in screen for word in words) and without not in screen
 
-        until(there, f"{words} on the screen")
+        try:
+            until(there, f"{words} on the screen")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.screen}") from None
 
 
 @contextlib.contextmanager
