@@ -20,6 +20,7 @@ from terracekv.daemon import http_messages
 from terracekv.daemon.access_file import read_table
 from terracekv.daemon.config import load_config
 from terracekv.daemon.http_client import Door, NotRunning, Silent
+from terracekv.tests.page.screenshots import IMAGES
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -182,3 +183,7 @@ def test_every_verb_of_make_that_is_named_is_one() -> None:
 def test_files_that_the_design_names_exist() -> None:
     named = re.findall(r"`((?:tests|bench|docs)/[\w./]+)`", (ROOT / "docs" / "design.md").read_text())
     assert named and all((ROOT / path).exists() for path in named)
+
+
+def test_pictures_are_made_where_the_pages_show_them() -> None:
+    assert IMAGES.samefile(ROOT / "docs" / "images")

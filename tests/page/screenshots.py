@@ -18,7 +18,7 @@ from terracekv.tests.page.browser import Browser, browser
 from terracekv.tests.page.traffic import Traffic
 from terracekv.tests.s3_stub import BUCKET, s3_stub
 
-IMAGES = Path(__file__).parents[2] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[2] / "docs" / "images"
 LOOKS = {"light": (1280, False), "dark": (1280, True), "phone": (360, False)}
 BYTES_MAX = 250_000
 USABLE_ROUNDS = 5
