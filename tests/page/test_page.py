@@ -131,6 +131,19 @@ def test_it_is_used_without_a_mouse(shown: Shown) -> None:
     assert {"unit", "stage", "misses-only", "lookups", "sessions", "namespaces", "gpus"} <= set(reached)
 
 
+def test_who_reads_a_chart_with_the_keys_stays_there_while_figures_come(shown: Shown) -> None:
+    page = shown.open()
+    traffic(shown)
+    page.run("document.querySelector('#history .stage').focus()")
+    page.press(Keys.HOME)
+    before = page.run("return performance.now()")
+    until(lambda: page.run("return performance.now()") > before + 2500, "two documents have come")
+    assert page.run("return document.activeElement.className") == "stage"
+    assert page.find("#history .cursor").get_attribute("visibility") == "visible"
+    page.press(Keys.ARROW_RIGHT)
+    assert page.find("#history .stage").get_attribute("aria-valuenow") in ("0", "1")
+
+
 def test_a_daemon_that_stops_dies_and_comes_back_is_told_apart(shown: Shown) -> None:
     page = shown.open()
     shown.daemon.stop()
@@ -187,6 +200,13 @@ def test_what_more_memory_would_buy_is_shown_where_the_daemon_can_tell(shown: Sh
     until(lambda: "+22 points" in page.text("#buys"), "the best step is named")
     assert "host tier (8.0 MiB) would find 72 %" in page.text("#buys")
     assert page.find("#whatif-section").is_displayed()
+    assert "4.0 MiB (as it is): 50 %" in page.text("#whatif .told")
+    page.run("document.querySelector('#whatif .stage').focus()")
+    page.press(Keys.HOME)
+    told = page.text("#whatif .told")
+    page.run("document.getElementById('whatif-tiers').dispatchEvent(new Event('change'))")  # as new figures do
+    assert page.run("return document.activeElement.className") == "stage" and page.text("#whatif .told") == told
+    page.run("document.activeElement.blur()")
     assert "4.0 MiB (as it is): 50 %" in page.text("#whatif .told")
     page.find("#whatif-tiers input[value=disk]").click()
     assert "32.0 MiB (as it is): 80 %" in page.text("#whatif .told")
