@@ -74,11 +74,15 @@ class Period:
 
 @dataclass(slots=True)
 class Use:
-    """What was asked of one namespace since it was first asked for."""
+    """What was asked of one namespace since it was first asked for, or of several together."""
 
     lookups: int = 0
     asked_tokens: int = 0
     matched_tokens: int = 0
+
+    def __add__(self, other: "Use") -> "Use":
+        asked, matched = self.asked_tokens + other.asked_tokens, self.matched_tokens + other.matched_tokens
+        return Use(self.lookups + other.lookups, asked, matched)
 
 
 class Past:

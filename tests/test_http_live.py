@@ -187,6 +187,21 @@ def test_a_tenant_sees_its_own_and_of_others_nothing(shm_dir: Path) -> None:
     guarded(scenario, shm_dir)
 
 
+@pytest.mark.fault(28)
+def test_what_a_tenant_asked_is_counted_over_all_its_namespaces_not_those_that_are_listed(shm_dir: Path) -> None:
+    async def scenario(p: People) -> None:
+        for seed in range(1, http_live.ROWS_MAX + 11):
+            p.store.lookup(of_tenant(p, seed, "red"), [KEY])
+        async with p.client.get("/v1/live") as answer:
+            now = await heard_now(answer)
+        red, blue = ({row["tenant"]: row for row in now["status"]["tenants"]}[tenant] for tenant in ("red", "blue"))
+        assert len(now["status"]["namespaces"]) == http_live.ROWS_MAX
+        assert red["namespaces"] == red["lookups"] == http_live.ROWS_MAX + 10 and red["asked_tokens"] > 0
+        assert blue["namespaces"] == blue["lookups"] == 0
+
+    guarded(scenario, shm_dir)
+
+
 @served()
 async def test_the_past_is_of_a_size_that_no_traffic_changes(people: People) -> None:
     namespace = people.register()

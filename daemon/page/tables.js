@@ -88,12 +88,10 @@ export function showRest(page) {
 }
 
 function tenants(status) {
-  const of = (tenant) => status.namespaces.filter((row) => row.tenant === tenant);
-  const total = (tenant, name) => of(tenant).reduce((all, row) => all + row[name], 0);
   const tiers = TIERS.filter((tier) => status.tenants.some((row) => row.tiers[tier]));
   table("tenants", status.tenants, {
-    tenant: (row) => row.tenant, "#namespaces": (row) => count(of(row.tenant).length), "#lookups": (row) => count(total(row.tenant, "lookups")),
-    "#found": (row) => percent(total(row.tenant, "matched_tokens"), total(row.tenant, "asked_tokens")),
+    tenant: (row) => row.tenant, "#namespaces": (row) => count(row.namespaces), "#lookups": (row) => count(row.lookups),
+    "#found": (row) => percent(row.matched_tokens, row.asked_tokens),
     ...Object.fromEntries(tiers.map((tier) => [`#${tier}`, (row) => {
       const { used_bytes, limit_bytes } = row.tiers[tier];
       return limit_bytes === null ? size(used_bytes) : `${size(used_bytes)} of ${size(limit_bytes)}`;
