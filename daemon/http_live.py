@@ -121,10 +121,10 @@ class Live:
             "tenant": tenant or None,
             "totals": totals,
             "status": status,
-            "lookups": past.since(self._told.get(tenant, recent.number)),
+            "lookups": past.since(self._told.get(tenant, past.number)),
             "history": past.history(LAST_PERIODS),
         }
-        self._told[tenant] = recent.number
+        self._told[tenant] = past.number
         self._documents[tenant] = self._number, _event("now", document)
 
     def _past(self, tenant: str) -> bytes:

@@ -171,7 +171,7 @@ async def test_a_daemon_that_stops_ends_streams_at_once_even_of_one_that_does_no
 def test_a_tenant_sees_its_own_and_of_others_nothing(shm_dir: Path) -> None:
     async def scenario(p: People) -> None:
         reds, blues = of_tenant(p, 1, "red"), of_tenant(p, 2, "blue", "blue/model")
-        for namespace, secret in ((reds, RED), (blues, BLUE)):
+        for namespace, secret in ((blues, BLUE), (blues, BLUE), (reds, RED)):
             body = {"namespace": namespace.id.hex(), "keys": [KEY.hex()]}
             async with p.client.post("/v1/lookup", json=body, headers={"Authorization": f"Bearer {secret}"}) as asked:
                 assert asked.status == 200
@@ -180,6 +180,7 @@ def test_a_tenant_sees_its_own_and_of_others_nothing(shm_dir: Path) -> None:
             _, now = await heard(answer)
             assert [row["model"] for row in past["lookups"]] == [reds.model] and past["history"][0]["lookups"] == 1
             assert now["tenant"] == "red" and now["totals"] == {"sessions": 0, "namespaces": 1}
+            assert [row["number"] for row in past["lookups"]] == [1], "nor how much others ask"
             assert "blue" not in json.dumps([past, now]) and "access" not in now["status"]
         async with p.client.get("/v1/live", headers={"Authorization": "Bearer nobody-000000001"}) as answer:
             assert answer.status == 401
