@@ -84,7 +84,7 @@ export function showRest(page) {
   if (status.tenants) tenants(status);
   find("gpus-section").hidden = status.gpus === undefined;
   if (status.gpus) gpus(status);
-  errors(status);
+  errors(status, page.tenant);
 }
 
 function tenants(status) {
@@ -109,7 +109,8 @@ function gpus(status) {
   }, status.gpus_reason ?? "No GPU.");
 }
 
-function errors(status) {
+// A tenant is told of no tier's errors, so that there are none is not known to its page.
+function errors(status, tenant) {
   const list = [];
   for (const reason of status.not_ready ?? []) list.push({ where: "not ready", what: reason, advice: "Requests are refused until this is over." });
   for (const [name, tier] of Object.entries(status.tiers)) {
@@ -121,6 +122,7 @@ function errors(status) {
   const died = status.died ? Object.entries({ ...status.died.threads, ...status.died.tasks }) : [];
   for (const [name, times] of died) list.push({ where: name, what: `failed ${count(times)} times and was begun again`, advice: "The log of the daemon has why." });
   if (status.access?.last_error) list.push({ where: "access file", what: status.access.last_error, advice: "Tokens and tenants stay as they were until it can be read." });
+  find("errors-section").hidden = Boolean(tenant) && !list.length;
   if (!changed("errors", list)) return;
   find("errors").replaceChildren(...(list.length ? list.map(error) : [make("li", { class: "fine", text: "None since start." })]));
 }

@@ -176,6 +176,29 @@ def test_a_guarded_daemon_asks_for_the_token_and_keeps_it_for_this_tab(shown: Sh
     assert page.run("return [localStorage.length, document.cookie, location.search]") == [0, "", ""]
 
 
+def test_a_tenant_sees_its_share_also_with_a_screen_reader_and_is_told_nothing_that_nobody_knows(
+    shown: Shown, tmp_path: Path
+) -> None:
+    others = SECRET.upper()
+    (tmp_path / "access").write_text(
+        f'[[tokens]]\nname = "red"\nsecret = "{SECRET}"\ntenant = "red"\nrights = ["read", "write"]\n'
+        f'[[tokens]]\nname = "all"\nsecret = "{others}"\nrights = ["read", "metrics"]\n'
+        '[tenants.red]\nhost = "64KiB"\n'
+    )
+    shown.daemon.restart(access__file=str(tmp_path / "access"))
+    page = shown.open("denied")
+    with shown.daemon.client(model="red/model", credential=SECRET.encode()) as engine:
+        engine.put(engine.chain(1, 8))
+        page.find("#token").send_keys(others + "\n")
+        until(lambda: "8 blocks" in page.text("#tier-host"), "the operator sees the tier")
+        assert page.find("#errors-section").is_displayed() and "red" in page.text("#tenants")
+        page.run("sessionStorage.setItem('terracekv-token', arguments[0])", SECRET)
+        page.driver.refresh()
+        until(lambda: "32.0 KiB of 64.0 KiB · 50 %" in page.text("#tier-host"), "the tenant sees its share")
+    assert page.find("#tier-host .bar").get_attribute("aria-valuenow") == "50"
+    assert not page.find("#errors-section").is_displayed() and not page.find("#tenants-section").is_displayed()
+
+
 def test_an_engine_with_a_hostile_name_is_text(shown: Shown) -> None:
     page = shown.open()
     with shown.daemon.client(engine=HOSTILE, model=HOSTILE) as engine:
