@@ -13,9 +13,10 @@ export const token = {
   forget: () => sessionStorage.removeItem(TOKEN),
 };
 
+// A header holds bytes: letters that are more than one go as UTF-8, where fetch() would throw as if nobody answered.
 export function headers() {
   const secret = token.get();
-  return secret ? { Authorization: `Bearer ${secret}` } : {};
+  return secret ? { Authorization: `Bearer ${String.fromCharCode(...new TextEncoder().encode(secret))}` } : {};
 }
 
 export class Stream {

@@ -168,6 +168,9 @@ def test_a_guarded_daemon_asks_for_the_token_and_keeps_it_for_this_tab(shown: Sh
     assert page.run("return document.activeElement.id") == "token"
     page.find("#token").send_keys("not this one\n")
     until(lambda: "not enough" in page.text("#denied"), "a wrong token is refused")
+    page.run("document.getElementById('denied-text').textContent = ''")
+    page.find("#token").send_keys("\u200b\u201cnot this one either\u201d\n")
+    until(lambda: "not enough" in page.text("#denied"), "one with letters that no header can hold is refused as well")
     page.find("#token").send_keys(SECRET + "\n")
     page.until_link("live")
     assert page.find("#content").is_displayed() and SECRET not in page.driver.page_source
