@@ -70,7 +70,7 @@ async function askWhatif() {
   if (page.status) showAnswers(page);
 }
 
-function changed(state, { message, wait, seconds, silent, wrong }) {
+function changed(state, { message, wait, seconds, silent, wrong, refused }) {
   const link = find("link");
   link.dataset.state = state;
   document.body.dataset.link = state;
@@ -82,9 +82,9 @@ function changed(state, { message, wait, seconds, silent, wrong }) {
     put(find("gone-title"), "The daemon is silent");
     put(find("gone-text"), `Nothing came for ${silence}; what you see is of then. It is stopped or hangs, or the network does: see its log.`);
   } else if (state === "gone") {
-    put(find("gone-title"), "The daemon is not there");
+    put(find("gone-title"), refused ? "The daemon does not show its status now" : "The daemon is not there");
     const since = seconds === null || seconds === undefined ? "" : ` What you see is ${age(seconds)} old.`;
-    put(find("gone-text"), `${message}.${since} Trying again every ${age(Math.max(1, wait / 1000))}. Engines go on without it: they compute what they cannot load.`);
+    put(find("gone-text"), `${message}.${since} Trying again every ${age(Math.max(1, wait / 1000))}.${refused ? "" : " Engines go on without it: they compute what they cannot load."}`);
   } else if (state === "denied") {
     find("content").hidden = true;
     find("empty").hidden = true;

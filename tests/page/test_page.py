@@ -1,5 +1,7 @@
 """The status page in a real browser: what it shows, what it says when it can show nothing, and whom it talks to."""
 
+import contextlib
+import http.client
 import importlib.util
 import json
 import shutil
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from terracekv.daemon.http_listeners import LISTENERS_MAX
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.page.traffic import Traffic
 
@@ -158,6 +161,20 @@ def test_a_daemon_that_stops_dies_and_comes_back_is_told_apart(shown: Shown) -> 
     shown.daemon.start()
     page.until_link("live")
     assert not page.find("#gone").is_displayed()
+
+
+def test_a_daemon_that_has_no_place_for_one_more_is_not_said_to_be_away(shown: Shown) -> None:
+    with contextlib.ExitStack() as others:
+        for _ in range(LISTENERS_MAX):
+            listening = http.client.HTTPConnection(shown.url.split("/")[2], timeout=10)
+            others.enter_context(contextlib.closing(listening))
+            listening.request("GET", "/v1/live")
+            assert listening.getresponse().status == 200
+        page = shown.open("gone")
+        assert "listen to events already: close one of them" in page.text("#gone-text")
+        assert page.text("#gone-title") == "The daemon does not show its status now"
+        assert "Engines" not in page.text("#gone-text")
+    page.until_link("live")
 
 
 def test_a_guarded_daemon_asks_for_the_token_and_keeps_it_for_this_tab(shown: Shown, tmp_path: Path) -> None:
