@@ -141,6 +141,14 @@ def test_a_file_without_a_token_for_the_engine_is_said_and_not_shown(
     assert "Traceback" not in done.stderr and "sesame" not in done.stderr
 
 
+def test_a_daemon_that_ends_at_its_start_is_told_by_what_it_said(shm_dir: Path, tmp_path: Path) -> None:
+    s3 = {"S3_ENABLED": "true", "S3_BUCKET": "blocks", "S3_ENDPOINT": "http://127.0.0.1:1"}
+    s3 |= {"S3_CREDENTIALS_FILE": str(tmp_path / "nowhere")}
+    done = bench(environ(shm_dir / "run", tmp_path / "state", **s3), *SMALL)
+    assert done.returncode == 1 and "the bench's daemon ended: " in done.stderr and "nowhere" in done.stderr
+    assert "mend what it names" in done.stderr and "idle" not in done.stderr
+
+
 def test_what_a_token_takes_is_as_the_models_have_it() -> None:
     def named(name: str, ranks: int = 1) -> Geometry:
         return geometry_of(name, layers=None, heads=None, dim=None, dtype=None, ranks=ranks)
