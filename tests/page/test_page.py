@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,16 @@ def test_it_can_be_read_by_everybody(shown: Shown, look: str, tmp_path: Path) ->
     shown.daemon.restart(daemon__token_file=str(tmp_path / "token"))
     page.until_link("denied")
     assert faults(page) == [], "with the field for a token"
+
+
+def test_nothing_sticks_out_of_a_small_window_with_letters_of_twice_the_size(shown: Shown) -> None:
+    page = shown.open()
+    traffic(shown)
+    page.run("document.documentElement.style.fontSize = '200%'")
+    within = "return document.documentElement.scrollWidth <= innerWidth"
+    for width in (320, 640):
+        page.look(width, 800, dark=False)
+        until(partial(page.run, within), f"all of it is within {width}", 5)
 
 
 def test_the_first_view_is_small_also_of_a_busy_daemon(shown: Shown) -> None:
