@@ -105,6 +105,18 @@ find("token-form").addEventListener("submit", (event) => {
   find("token").value = "";
   stream.start();
 });
+// A link sends no token. Where there is one, what it leads to is fetched with it and shown from here.
+document.querySelector("footer").addEventListener("click", async (event) => {
+  const link = event.target.closest("a");
+  if (!link || !token.get()) return;
+  event.preventDefault();
+  try {
+    const answer = await fetch(link.href, { headers: headers(), cache: "no-store" });
+    location.assign(URL.createObjectURL(await answer.blob()));
+  } catch {
+    return; // the stream says that the daemon is gone
+  }
+});
 find("unit").addEventListener("change", () => page.status && showHistory(page));
 find("whatif-tiers").addEventListener("change", () => showWhatif(page));
 find("misses-only").addEventListener("change", () => showLookups(page));

@@ -195,6 +195,10 @@ def test_a_guarded_daemon_asks_for_the_token_and_keeps_it_for_this_tab(shown: Sh
     page.driver.refresh()
     page.until_link("live")
     assert page.run("return [localStorage.length, document.cookie, location.search]") == [0, "", ""]
+    page.find("footer a[href='/v1/status']").click()
+    until(lambda: '"uptime_s"' in page.text("body"), "the link shows what the token may see")
+    page.driver.back()
+    page.until_link("live")
 
 
 def test_a_tenant_sees_its_share_also_with_a_screen_reader_and_is_told_nothing_that_nobody_knows(
