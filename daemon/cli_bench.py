@@ -138,10 +138,18 @@ def _cold(
         return None
     if model is None:
         raise BadRequest("--engine needs --model", "as the engine calls it: see its /v1/models")
-    token = token_file.read_text().strip() if token_file is not None else ""
+    token = _token(token_file) if token_file is not None else ""
     return payoff_cold.measured(
         engine, model, lengths=lengths, rounds=ENGINE_ROUNDS, vocabulary=vocabulary, token=token, say=_progress
     )
+
+
+def _token(file: Path) -> str:
+    """What the engine wants to be told. The error does not show it."""
+    token = file.read_bytes().strip()
+    if not re.fullmatch(rb"[!-~]+", token):
+        raise BadRequest(f"--engine-token-file {file} has no token", "write the token, and nothing else, in one line")
+    return token.decode()
 
 
 def _lengths(name: str, text: str) -> list[int]:

@@ -24,6 +24,30 @@ def print_status(answer: dict[str, Any]) -> None:
     """The answer of ``GET /v1/status``, for a person."""
     # Nobody looks at the width of a pipe, and a table cut to 80 columns is of no use to grep.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+    if "tenant" in answer:
+        _print_tenant(console, answer)
+    else:
+        _print_daemon(console, answer)
+
+    columns = {"model": "model", "revision": "revision", "namespace": "namespace_id", "tokens": "block_tokens"}
+    columns |= {"block": "block_bytes", "dtype": "dtype", "shards": "shards", "epoch": "epoch"}
+    _print_rows(console, "namespaces", answer["namespaces"], columns)
+    columns = {"engine": "engine", "pid": "pid", "age": "age_s", "model": "model", "shard": "shard"}
+    columns |= {"leased": "leased_blocks", "pending": "pending_blocks", "reserved": "reserved_blocks"}
+    _print_rows(console, "sessions", answer["sessions"], columns)
+
+
+def _print_tenant(console: Console, answer: dict[str, Any]) -> None:
+    """What a tenant may know of the daemon."""
+    state = "ready" if answer["ready"] else "not ready"
+    print(printable(f"TerraceKV {answer['version']}, {state}; this is what is tenant {answer['tenant']}'s"))
+    for name, tier in answer["tiers"].items():
+        limit = tier["limit_bytes"]
+        console.print(f"{name}: {show(tier['used_bytes'])}, {'no limit' if limit is None else f'of {show(limit)}'}")
+
+
+def _print_daemon(console: Console, answer: dict[str, Any]) -> None:
+    """The daemon, its tiers, and what is wrong with them."""
     state = "ready" if answer["ready"] else f"not ready: {'; '.join(answer['not_ready'])}"
     print(printable(f"TerraceKV {answer['version']}, process {answer['pid']}, up {age(answer['uptime_s'])}, {state}"))
     print(printable(sentence(answer["lookups"])))
@@ -57,13 +81,6 @@ def print_status(answer: dict[str, Any]) -> None:
                 )
     for line in queues(answer["tiers"]) + policies(answer.get("policies", {})):
         console.print(line)
-
-    columns = {"model": "model", "revision": "revision", "namespace": "namespace_id", "tokens": "block_tokens"}
-    columns |= {"block": "block_bytes", "dtype": "dtype", "shards": "shards", "epoch": "epoch"}
-    _print_rows(console, "namespaces", answer["namespaces"], columns)
-    columns = {"engine": "engine", "pid": "pid", "age": "age_s", "model": "model", "shard": "shard"}
-    columns |= {"leased": "leased_blocks", "pending": "pending_blocks", "reserved": "reserved_blocks"}
-    _print_rows(console, "sessions", answer["sessions"], columns)
 
 
 def _print_rows(console: Console, title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:

@@ -112,7 +112,7 @@ def run(door: Door, interval_s: float) -> None:
     """Until ``q`` or Ctrl-C; one look where nobody watches. TerraceError in that case alone."""
     view = View()
     if not sys.stdout.isatty():
-        view.hear(door.ask("GET", "/v1/status"), time.monotonic())
+        view.hear(door.status(), time.monotonic())
         console = Console(width=PIPE_WIDTH, highlight=False, markup=False, emoji=False)
         console.print(frame(view, PIPE_WIDTH, sys.maxsize, time.monotonic()))
         return
@@ -125,7 +125,7 @@ def run(door: Door, interval_s: float) -> None:
                 if due := now - asked >= interval_s:
                     asked = now
                     try:
-                        view.hear(door.ask("GET", "/v1/status", timeout_s=ASK_S), time.monotonic())
+                        view.hear(door.status(timeout_s=ASK_S), time.monotonic())
                     except TerraceError as error:
                         view.miss(error, time.monotonic())
                 if due or size != present:

@@ -193,7 +193,9 @@ class Demand:
         if contest is None or not contest.capacity / 2 < blocks < contest.capacity * 2:
             in_force = contest.policy if contest is not None else candidates[0]
             ordered = sorted(candidates, key=lambda policy: policy != in_force)
+            switches = contest.switches if contest is not None else 0
             contest = self.contests[name] = Contest(ordered, blocks)
+            contest.switches = switches  # those of the daemon's life, whatever blocks it is asked for
         return contest
 
     def _block_bytes(self) -> int:

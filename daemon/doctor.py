@@ -19,7 +19,7 @@ from typing import Any, Literal
 from terracekv.daemon.cli_text import last_error
 from terracekv.daemon.config import Config, describe, require_folders, resolve, summary, survey, version
 from terracekv.daemon.doctor_trial import Finding, round_trips
-from terracekv.daemon.http_client import PROMPT_S, Answered, Door, NotRunning, Silent
+from terracekv.daemon.http_client import PROMPT_S, Answered, Door, NotRunning, Partial, Silent
 from terracekv.tiers.budget import Budget, show
 from terracekv.tiers.errors import TerraceError
 from terracekv.tiers.tier import PAGE
@@ -51,9 +51,12 @@ def examine(config: Config) -> Iterator[Finding]:
     yield from _limits()
     door = Door(config.daemon.runtime_dir)
     try:
-        running = door.ask("GET", "/v1/status", timeout_s=PROMPT_S)
+        running = door.status(timeout_s=PROMPT_S)
     except NotRunning as nobody:
         yield Finding("daemon", "ok", f"none runs here ({nobody.message})", "start one with: terracekv serve")
+        return
+    except Partial as partial:
+        yield Finding("daemon", "warn", f"it answers, and was not looked at: {partial.message}", partial.hint)
         return
     except (Answered, Silent) as refused:
         yield Finding("daemon", "fail", refused.message, refused.hint)

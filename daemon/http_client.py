@@ -24,6 +24,9 @@ PROMPT_S = 3.0
 ORDER_S = 75.0
 """An order may wait for blocks to come up from disk."""
 START_HINT = "start one with: terracekv serve; or check daemon.runtime_dir with: terracekv config"
+NO_TOKEN_HINT = (
+    "the command line has none: run it as a user whom access.file names (uids, gids), or ask over HTTP with a token"
+)
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -37,6 +40,12 @@ class Silent(TerraceError):
     """There is a daemon, or something else that has its socket, but no answer can be had of it."""
 
     kind = "silent"
+
+
+class Partial(TerraceError):
+    """The daemon tells this user less than is needed."""
+
+    kind = "partial"
 
 
 class Answered(TerraceError):
@@ -72,6 +81,16 @@ class Door:
         if not isinstance(decoded, dict):
             raise Silent(f"what answers at {self.path} is no TerraceKV daemon", "check daemon.runtime_dir")
         return decoded
+
+    def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """All that the daemon knows about itself. Partial where it tells this user of one tenant only."""
+        answer = self.ask("GET", "/v1/status", timeout_s=timeout_s)
+        if "tenant" in answer:
+            raise Partial(
+                f"this user is of tenant {answer['tenant']}, and a tenant is told of nothing but its own",
+                "terracekv status shows that; for all of it, run this as the daemon's user",
+            )
+        return answer
 
     def exchange(
         self,
@@ -167,6 +186,7 @@ def _is_stopped(pid: int) -> bool:
 def _error(status: int, answer: bytes) -> Answered:
     try:
         error = json.loads(answer)["error"]
-        return Answered(status, str(error["kind"]), str(error["message"]), str(error.get("hint", "")))
+        hint = NO_TOKEN_HINT if status == 401 else str(error.get("hint", ""))
+        return Answered(status, str(error["kind"]), str(error["message"]), hint)
     except (ValueError, KeyError, TypeError):
         return Answered(status, "http", f"the daemon answered {status}: {answer[:200]!r}", "")

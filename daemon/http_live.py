@@ -19,7 +19,7 @@ from aiohttp import web
 from terracekv.daemon import tasks
 from terracekv.daemon.http_gate import tenant_of
 from terracekv.daemon.http_listeners import Listener, Listeners, stream
-from terracekv.daemon.recent import PERIOD_S
+from terracekv.daemon.recent import PERIOD_S, Use
 from terracekv.daemon.store import Store
 
 EVERY_S = 1.0
@@ -101,6 +101,12 @@ class Live:
         status.pop("config", None)  # it never changes, and is in the status
         totals = {rows: len(status[rows]) for rows in ("sessions", "namespaces")}
         uses = {row["namespace_id"]: recent.use(bytes.fromhex(row["namespace_id"])) for row in status["namespaces"]}
+        together = dict[str | None, list[Use]]()
+        for row in status["namespaces"]:
+            together.setdefault(row["tenant"], []).append(uses[row["namespace_id"]])
+        for row in status.get("tenants", ()):
+            mine = together.get(row["tenant"], [])
+            row |= {"namespaces": len(mine)} | asdict(sum(mine, start=Use()))
         status["sessions"] = status["sessions"][:ROWS_MAX]
         status["namespaces"].sort(key=lambda row: -uses[row["namespace_id"]].lookups)
         status["namespaces"] = status["namespaces"][:ROWS_MAX]
@@ -115,10 +121,10 @@ class Live:
             "tenant": tenant or None,
             "totals": totals,
             "status": status,
-            "lookups": past.since(self._told.get(tenant, recent.number)),
+            "lookups": past.since(self._told.get(tenant, past.number)),
             "history": past.history(LAST_PERIODS),
         }
-        self._told[tenant] = recent.number
+        self._told[tenant] = past.number
         self._documents[tenant] = self._number, _event("now", document)
 
     def _past(self, tenant: str) -> bytes:

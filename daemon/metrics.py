@@ -37,7 +37,7 @@ COUNTERS = {
     "lookups": "Lookups answered.",
     "asked_blocks": "Blocks that lookups asked for.",
     "asked_tokens": "Tokens that lookups asked for.",
-    "matched_blocks": "Blocks that lookups found; the sum of terracekv_lookup_matched_blocks over the tiers.",
+    "matched_blocks": "Blocks that lookups found; the sum of terracekv_lookup_matched_blocks_total over the tiers.",
     "matched_tokens": "Tokens that lookups found.",
     "promoted": "Blocks brought up from lower tiers.",
     "promotions_failed": "Blocks that were to be brought up and were not.",

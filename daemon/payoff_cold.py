@@ -19,6 +19,10 @@ from terracekv.tiers.errors import BadRequest, TerraceError
 
 ANSWER_S = 300.0
 ENDING = b"[DONE]"
+SAID_MAX = 500
+"""Of what the engine says against a prompt, so much is passed on."""
+SEE = "see --model, --engine-tokens (its context), --vocabulary (its token ids), --engine-token-file"
+NO_DOOR = "is this an OpenAI-compatible door?"
 
 
 class EngineTrouble(TerraceError):
@@ -88,13 +92,7 @@ def _prompt(draw: random.Random, tokens: int, vocabulary: int) -> list[int]:
 
 def _first_token_s(url: str, model: str, prompt: list[int], token: str) -> float:
     """Seconds from the request to the first chunk of the stream that carries a choice."""
-    parts = urlsplit(url if "//" in url else f"//{url}", "http")
-    secure = parts.scheme == "https"
-    if not parts.hostname or parts.scheme not in ("http", "https"):
-        raise BadRequest(f"--engine {url} is no address", "write http://localhost:8000")
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=ANSWER_S)
-    path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
+    connection, path = _door(url)
     body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     try:
@@ -103,18 +101,19 @@ def _first_token_s(url: str, model: str, prompt: list[int], token: str) -> float
         connection.request("POST", path, content, headers)
         answer = connection.getresponse()
         if answer.status != 200:
-            text = answer.read(500).decode(errors="replace")
+            text = answer.read(SAID_MAX).decode(errors="replace")
             raise EngineTrouble(
-                f"the engine answered {answer.status} to {path} with {len(prompt):,} tokens: {text}",
-                "see --model, --engine-tokens (its context), --vocabulary (its token ids), --engine-token-file",
+                f"the engine answered {answer.status} to {path} with {len(prompt):,} tokens: {text}", SEE
             )
         spent = None
         for line in answer:
             field, _, data = line.partition(b":")  # a line without a field is a comment
-            if field == b"data" and spent is None and data.strip() != ENDING and json.loads(data).get("choices"):
+            if field == b"data" and data.strip() == ENDING:
+                break  # some leave the connection open
+            if field == b"data" and spent is None and _has_choice(data):
                 spent = perf_counter() - begun
         if spent is None:
-            raise EngineTrouble(f"the engine's stream at {path} carried no token", "is this an OpenAI-compatible door?")
+            raise EngineTrouble(f"the engine's stream at {path} carried no token", NO_DOOR)
         return spent
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise EngineTrouble(
@@ -122,3 +121,32 @@ def _first_token_s(url: str, model: str, prompt: list[int], token: str) -> float
         ) from error
     finally:
         connection.close()
+
+
+def _door(url: str) -> tuple[http.client.HTTPConnection, str]:
+    """A connection that is not open yet, and the path to ask there."""
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}", "http")
+        port = parts.port
+    except ValueError as error:
+        raise BadRequest(f"--engine {url} is no address: {error}", "write http://localhost:8000") from None
+    if not parts.hostname or parts.scheme not in ("http", "https"):
+        raise BadRequest(f"--engine {url} is no address", "write http://localhost:8000")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/completions"
+    return kind(parts.hostname, port, timeout=ANSWER_S), path
+
+
+def _has_choice(data: bytes) -> bool:
+    """Whether a chunk of the stream carries a choice. EngineTrouble when it carries an error, or is none."""
+    try:
+        chunk = json.loads(data)
+    except (ValueError, RecursionError):
+        said = data[:80].decode(errors="replace").strip()
+        raise EngineTrouble(f"the engine's stream carried {said!r}, which is no JSON", NO_DOOR) from None
+    if not isinstance(chunk, dict):
+        return False
+    if error := chunk.get("error"):
+        text = error.get("message", error) if isinstance(error, dict) else error
+        raise EngineTrouble(f"the engine answered with an error in its stream: {str(text)[:SAID_MAX]}", SEE)
+    return bool(chunk.get("choices"))

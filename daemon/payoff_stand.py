@@ -224,7 +224,10 @@ class Stand:
                 return
             except TerraceError as error:
                 if self._daemon.poll() is not None:
-                    raise BenchTrouble(f"the bench's daemon ended: {self._tail('daemon')}") from None
+                    raise BenchTrouble(
+                        f"the bench's daemon ended: {self._tail('daemon')}",
+                        "it has your settings: mend what it names, then run this again",
+                    ) from None
                 if time.monotonic() > until:
                     raise BenchTrouble(f"the bench's daemon is not ready after {START_S:g} s: {error}") from None
             time.sleep(0.05)

@@ -74,37 +74,47 @@ class Period:
 
 @dataclass(slots=True)
 class Use:
-    """What was asked of one namespace since it was first asked for."""
+    """What was asked of one namespace since it was first asked for, or of several together."""
 
     lookups: int = 0
     asked_tokens: int = 0
     matched_tokens: int = 0
 
+    def __add__(self, other: "Use") -> "Use":
+        asked, matched = self.asked_tokens + other.asked_tokens, self.matched_tokens + other.matched_tokens
+        return Use(self.lookups + other.lookups, asked, matched)
+
 
 class Past:
-    """What was lately asked by everybody, or by one tenant."""
+    """What was lately asked by everybody, or by one tenant. Numbers are its own: one that counted everybody's would
+    tell a tenant how much others ask."""
 
     def __init__(self) -> None:
+        self.number = 0
+        """Of the last lookup; counts from 1."""
         self.lookups = deque[Asked](maxlen=LOOKUPS)
         self.periods = deque[Period](maxlen=PERIODS)
 
-    def add(self, asked: Asked) -> None:
+    def add(self, at: float, namespace: Namespace, asked_blocks: int, found: Found) -> None:
         """One more lookup."""
-        self.lookups.append(asked)
-        at = int(asked.at) // PERIOD_S
-        if not self.periods or self.periods[-1].at != at:
-            self.periods.append(Period(at))
-        period, tokens = self.periods[-1], asked.namespace.block_tokens
+        self.number += 1
+        self.lookups.append(Asked(self.number, at, namespace, asked_blocks, found))
+        number = int(at) // PERIOD_S
+        if not self.periods or self.periods[-1].at != number:
+            self.periods.append(Period(number))
+        period, tokens = self.periods[-1], namespace.block_tokens
         period.lookups += 1
-        period.asked_blocks += asked.asked_blocks
-        period.asked_tokens += asked.asked_blocks * tokens
-        for tier, blocks in asked.found.split.items():
+        period.asked_blocks += asked_blocks
+        period.asked_tokens += asked_blocks * tokens
+        for tier, blocks in found.split.items():
             if blocks:
                 period.matched_blocks[tier] = period.matched_blocks.get(tier, 0) + blocks
                 period.matched_tokens[tier] = period.matched_tokens.get(tier, 0) + blocks * tokens
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Rows of the lookups after that number, the oldest first."""
+        """Rows of the lookups after that number, the oldest first. A number that is still to come is of a past that was
+        forgotten meanwhile: all are new then."""
+        number = number if number <= self.number else 0
         return [asked.row() for asked in takewhile(lambda asked: asked.number > number, reversed(self.lookups))][::-1]
 
     def history(self, last: int = PERIODS) -> list[dict[str, Any]]:
@@ -117,8 +127,6 @@ class Recent:
 
     def __init__(self) -> None:
         self.all = Past()
-        self.number = 0
-        """Of the last lookup; counts from 1."""
         self._tenants = OrderedDict[str, Past]()
         self._uses = OrderedDict[bytes, Use]()
         self._epoch = time.time() - time.monotonic()
@@ -126,11 +134,10 @@ class Recent:
     def add(self, namespace: Namespace, asked_blocks: int, found: Found) -> None:
         """A lookup was answered. One without an id is of a namespace that nobody knows, by the name that was asked
         for."""
-        self.number += 1
-        asked = Asked(self.number, self.now(), namespace, asked_blocks, found)
-        self.all.add(asked)
+        at = self.now()
+        self.all.add(at, namespace, asked_blocks, found)
         if namespace.tenant:
-            _kept(self._tenants, namespace.tenant, TENANTS_MAX, Past).add(asked)
+            _kept(self._tenants, namespace.tenant, TENANTS_MAX, Past).add(at, namespace, asked_blocks, found)
         if namespace.id:
             use = _kept(self._uses, namespace.id, NAMESPACES_MAX, Use)
             use.lookups += 1

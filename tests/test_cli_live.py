@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from terracekv.tests.harness import until
+
 RUN = [sys.executable, "-c", "from terracekv.daemon.cli import main; main()"]
 
 
@@ -185,3 +187,37 @@ def test_flush_of_what_is_not_there_names_the_command_that_lists_what_is(shell: 
     shell.serve()
     done = shell("flush", "-n", "nope")
     assert done.returncode == 1 and "terracekv status lists" in done.stderr and "/v1/" not in done.stderr
+
+
+def let_in(shell: Shell, folder: Path, tenant: str) -> None:
+    """A daemon at which its own user is nobody in particular, or of a tenant."""
+    lines = f"uids = [{os.getuid()}]\nrights = ['read', 'write']\nhost = '4MiB'\n" if tenant else ""
+    (folder / "access").write_text(
+        "[[tokens]]\nname = 'all'\nsecret = 'sixteen letters or more'\nrights = ['read']\n[tenants.red]\n" + lines
+    )
+    shell.environ |= {"TERRACEKV_ACCESS_FILE": str(folder / "access"), "TERRACEKV_ACCESS_OWN_USER": "false"}
+    process = subprocess.Popen([*RUN, "serve"], stderr=subprocess.DEVNULL, text=True, env=shell.environ)
+    shell.served.append(process)
+    until(lambda: shell("health", "--ready").returncode == 0, "it is ready")
+
+
+def test_a_tenants_user_is_shown_what_is_the_tenants(shell: Shell, tmp_path: Path) -> None:
+    let_in(shell, tmp_path, "red")
+    done = shell("status")
+    assert (
+        done.returncode == 0
+        and "ready; this is what is tenant red's\nhost: 0B, of 4MiB\ndisk: 0B, no limit" in done.stdout
+    )
+    assert "no namespaces" in done.stdout and "no sessions" in done.stdout
+    done = shell("top")
+    assert done.returncode == 1 and "this user is of tenant red" in done.stderr and "Traceback" not in done.stderr
+    done = shell("doctor")
+    assert done.returncode == 0 and "was not looked at: this user is of tenant red" in done.stdout, done.stderr
+
+
+def test_who_would_need_a_token_is_told_what_the_command_line_can_do(shell: Shell, tmp_path: Path) -> None:
+    let_in(shell, tmp_path, "")
+    done = shell("status")
+    assert (
+        done.returncode == 1 and "asks for a token" in done.stderr and "access.file names (uids, gids)" in done.stderr
+    )

@@ -310,6 +310,20 @@ def test_host_under_auto_evicts_by_what_wins(worlds: Worlds) -> None:
     worlds.run(auto, eviction="auto")
 
 
+def test_a_contest_that_begins_anew_for_blocks_of_another_size_has_the_policy_and_the_count_of_the_old(
+    worlds: Worlds,
+) -> None:
+    async def story(w: World) -> None:
+        watched, candidates = w.sessions.demand, [Policy("lru", "all"), Policy("frequency", "all")]
+        old = watched._contest("host", candidates)
+        old._current, old.switches = old._entries[1], 3
+        watched._blocks, watched._bytes = 1, 4096
+        new = watched._contest("host", candidates)
+        assert new is not old and (new.policy, new.switches) == (Policy("frequency", "all"), 3)
+
+    worlds.run(story)
+
+
 @pytest.mark.fault(39)
 @pytest.mark.parametrize("eviction", ["lru", "frequency", "auto"])
 def test_a_stream_of_five_times_the_capacity_is_taken_whatever_goes_first(worlds: Worlds, eviction: str) -> None:

@@ -171,7 +171,7 @@ async def test_a_daemon_that_stops_ends_streams_at_once_even_of_one_that_does_no
 def test_a_tenant_sees_its_own_and_of_others_nothing(shm_dir: Path) -> None:
     async def scenario(p: People) -> None:
         reds, blues = of_tenant(p, 1, "red"), of_tenant(p, 2, "blue", "blue/model")
-        for namespace, secret in ((reds, RED), (blues, BLUE)):
+        for namespace, secret in ((blues, BLUE), (blues, BLUE), (reds, RED)):
             body = {"namespace": namespace.id.hex(), "keys": [KEY.hex()]}
             async with p.client.post("/v1/lookup", json=body, headers={"Authorization": f"Bearer {secret}"}) as asked:
                 assert asked.status == 200
@@ -180,9 +180,25 @@ def test_a_tenant_sees_its_own_and_of_others_nothing(shm_dir: Path) -> None:
             _, now = await heard(answer)
             assert [row["model"] for row in past["lookups"]] == [reds.model] and past["history"][0]["lookups"] == 1
             assert now["tenant"] == "red" and now["totals"] == {"sessions": 0, "namespaces": 1}
+            assert [row["number"] for row in past["lookups"]] == [1], "nor how much others ask"
             assert "blue" not in json.dumps([past, now]) and "access" not in now["status"]
         async with p.client.get("/v1/live", headers={"Authorization": "Bearer nobody-000000001"}) as answer:
             assert answer.status == 401
+
+    guarded(scenario, shm_dir)
+
+
+@pytest.mark.fault(28)
+def test_what_a_tenant_asked_is_counted_over_all_its_namespaces_not_those_that_are_listed(shm_dir: Path) -> None:
+    async def scenario(p: People) -> None:
+        for seed in range(1, http_live.ROWS_MAX + 11):
+            p.store.lookup(of_tenant(p, seed, "red"), [KEY])
+        async with p.client.get("/v1/live") as answer:
+            now = await heard_now(answer)
+        red, blue = ({row["tenant"]: row for row in now["status"]["tenants"]}[tenant] for tenant in ("red", "blue"))
+        assert len(now["status"]["namespaces"]) == http_live.ROWS_MAX
+        assert red["namespaces"] == red["lookups"] == http_live.ROWS_MAX + 10 and red["asked_tokens"] > 0
+        assert blue["namespaces"] == blue["lookups"] == 0
 
     guarded(scenario, shm_dir)
 

@@ -115,6 +115,8 @@ def test_what_does_not_fit_is_left_out_and_said(shm_dir: Path, tmp_path: Path) -
         (("--tokens", "1k,x"), "'x' is no number of tokens"),
         (("--engine", "http://127.0.0.1:1"), "--engine needs --model"),
         (("--engine", "http://127.0.0.1:1", "--model", "m"), "the engine at http://127.0.0.1:1"),
+        (("--engine", "http://127.0.0.1:99999", "--model", "m"), "--engine http://127.0.0.1:99999 is no address"),
+        (("--engine", "http://[::1", "--model", "m"), "--engine http://[::1 is no address"),
         (("--prefill-rate", "1", "--engine", "e"), "two answers to one question"),
         (("--dtype", "int5"), "it is one of bfloat16"),
         (("--geometry", "Llama-3.1-8B", "--tp", "3"), "--tp 3 does not divide 8"),
@@ -125,6 +127,26 @@ def test_a_wrong_question_is_one_clear_line(
 ) -> None:
     done = bench(environ(shm_dir / "run", tmp_path / "state"), "--tokens", "256", *arguments)
     assert done.returncode == 1 and done.stdout == "" and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"sesame\nopen", b" \n"])
+def test_a_file_without_a_token_for_the_engine_is_said_and_not_shown(
+    shm_dir: Path, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "token").write_bytes(content)
+    asked = ("--tokens", "256", "--engine", "http://127.0.0.1:1", "--model", "m")
+    at = environ(shm_dir / "run", tmp_path / "state")
+    done = bench(at, *asked, "--engine-token-file", str(tmp_path / "token"))
+    assert done.returncode == 1 and f"{tmp_path / 'token'} has no token" in done.stderr
+    assert "Traceback" not in done.stderr and "sesame" not in done.stderr
+
+
+def test_a_daemon_that_ends_at_its_start_is_told_by_what_it_said(shm_dir: Path, tmp_path: Path) -> None:
+    s3 = {"S3_ENABLED": "true", "S3_BUCKET": "blocks", "S3_ENDPOINT": "http://127.0.0.1:1"}
+    s3 |= {"S3_CREDENTIALS_FILE": str(tmp_path / "nowhere")}
+    done = bench(environ(shm_dir / "run", tmp_path / "state", **s3), *SMALL)
+    assert done.returncode == 1 and "the bench's daemon ended: " in done.stderr and "nowhere" in done.stderr
+    assert "mend what it names" in done.stderr and "idle" not in done.stderr
 
 
 def test_what_a_token_takes_is_as_the_models_have_it() -> None:
@@ -168,6 +190,8 @@ class Engine:
         self.refuse = False
         self.looked = threading.Event()
         self._reads = 0
+        self.lies = b""
+        """Sent in place of an answer."""
 
     def clock(self) -> float:
         """Read at the start of a request and at its first token."""
@@ -184,6 +208,9 @@ class Engine:
             return web.json_response({"error": {"message": "maximum context length is 8"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.lies:
+            await response.write(b"data: %b\n\ndata: [DONE]\n\n" % self.lies)
+            return response
         await response.write(b": still computing\n\n")
         self.now += 0.1 + 1e-3 * len(body["prompt"])
         self.looked.clear()
@@ -242,4 +269,24 @@ def test_what_the_engine_says_against_a_prompt_is_passed_on() -> None:
     with running(Engine()) as engine:
         engine.refuse = True
         with pytest.raises(EngineTrouble, match="400.*maximum context length is 8"):
+            measured(f"http://127.0.0.1:{engine.port}", "m", lengths=[4, 8], rounds=1, vocabulary=500)
+
+
+@pytest.mark.fault(121)
+@pytest.mark.parametrize(
+    ("lies", "says"),
+    [
+        (b'{"error": {"message": "the context is 8", "code": 400}}', "error in its stream: the context is 8"),
+        (b'{"error": "no"}', "error in its stream: no"),
+        (b'{"choices": [', "carried '.*', which is no JSON"),
+        (b"[" * 10_000, "which is no JSON"),
+        (b"\xff\xfe", "which is no JSON"),
+        (b"[1, 2]", "carried no token"),
+        (b"null", "carried no token"),
+    ],
+)
+def test_a_stream_that_is_none_or_ends_in_an_error_says_so(lies: bytes, says: str) -> None:
+    with running(Engine()) as engine:
+        engine.lies = lies
+        with pytest.raises(EngineTrouble, match=says):
             measured(f"http://127.0.0.1:{engine.port}", "m", lengths=[4, 8], rounds=1, vocabulary=500)

@@ -59,6 +59,15 @@ def test_rows_after_a_number_are_the_new_ones(clock: list[float]) -> None:
     assert row["first_miss"] == {"index": 2, "reason": "evicted"} and row["split"] == {"host": 1, "disk": 1}
 
 
+def test_a_tenant_that_was_forgotten_meanwhile_begins_anew(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "TENANTS_MAX", 1)
+    memory = Recent()
+    red, blue = replace(SPACE, tenant="red"), replace(SPACE, tenant="blue")
+    for space in (red, red, blue, red):
+        memory.add(space, 4, HALF)
+    assert [row["number"] for row in memory.of("red").since(2)] == [1]
+
+
 def test_it_is_of_a_bounded_size_and_forgets_who_asked_longest_ago(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

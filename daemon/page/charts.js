@@ -20,11 +20,11 @@ function readable(box, name, points, say) {
   const stage = make("div", { class: "stage", role: "slider", tabindex: 0, "aria-label": name, "aria-valuemin": 0 });
   const told = make("p", { class: "told" });
   const cursor = make("svg:line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM, x1: 0, x2: 0, visibility: "hidden" });
-  const chart = { stage, told, cursor, points, say, at: null };
+  const chart = { stage, told, cursor, points, say, at: null, home: null }; // home is told of while nobody reads; null: the last
   chart.show = (at, moved = true) => {
     if (!chart.points.length) return;
     chart.at = moved ? Math.max(0, Math.min(chart.points.length - 1, at)) : null;
-    const shown = chart.at ?? chart.points.length - 1;
+    const shown = chart.at ?? chart.home ?? chart.points.length - 1;
     const text = chart.say(shown);
     put(told, text);
     stage.setAttribute("aria-valuemax", chart.points.length - 1);
@@ -63,7 +63,14 @@ function draw(chart, ...parts) {
   chart.stage.replaceChildren(make("svg:svg", { viewBox: `0 0 ${width} ${HEIGHT}`, "aria-hidden": "true" }, ...parts, chart.cursor));
 }
 
-let history = null;
+// What stands below a chart, anew. The chart itself stays where it is: one that is taken out loses the reader's focus.
+function under(box, element) {
+  box.querySelector(".under")?.remove();
+  element.classList.add("under");
+  box.append(element);
+}
+
+let history = null, bought = null;
 
 // Periods put together until each has a width that can be seen; a gap is a moment in which nothing was asked.
 function gathered(periods, period_s, unit, now) {
@@ -117,7 +124,7 @@ export function showHistory(page) {
   const used = TIERS.filter((tier) => bins.some((bin) => bin.matched[tier]));
   const legend = make("ul", { class: "legend" }, ...used.map((tier) => make("li", {}, make("span", { class: `swatch tier-${tier}`, "aria-hidden": "true" }), tier)),
     make("li", {}, make("span", { class: "swatch asked", "aria-hidden": "true" }), "asked for and not here"));
-  box.replaceChildren(history.stage, history.told, legend);
+  under(box, legend);
   history.show(history.at ?? 0, history.at !== null);
 }
 
@@ -137,6 +144,7 @@ export function showWhatif(page) {
   }
   const box = find("whatif");
   if (!whatif.sample.enough || !names.length) {
+    bought = null;
     box.replaceChildren(make("p", { class: "quiet", text: "Engines have not asked for enough different blocks yet to tell." }));
     return;
   }
@@ -146,21 +154,21 @@ export function showWhatif(page) {
   const now = page.status.tiers[tier]?.capacity_bytes ?? points[2].bytes;
   const low = Math.log2(points[0].bytes), high = Math.log2(points.at(-1).bytes);
   const place = (bytes) => x(0.03 + (0.94 * (Math.log2(Math.max(1, bytes)) - low)) / (high - low || 1));
-  const focused = box.contains(document.activeElement);
-  const chart = readable(box, `Share of blocks found, by the size of the ${tier} tier`, points.map((each) => place(each.bytes)), (index) => {
+  if (bought?.tier !== tier) bought = Object.assign(readable(box, `Share of blocks found, by the size of the ${tier} tier`, [], () => ""), { tier });
+  bought.points = points.map((each) => place(each.bytes));
+  bought.home = Math.max(0, points.findIndex((each) => each.bytes >= now * 0.98));
+  bought.say = (index) => {
     const each = points[index], factor = each.bytes / now;
     const times = Math.abs(factor - 1) < 0.02 ? "as it is" : `${factor < 1 ? factor.toFixed(2) : Math.round(factor)} times`;
     return `${size(each.bytes)} (${times}): ${percent(each.hits, 1)} of the blocks asked for would be found`;
-  });
+  };
   const line = points.map((each) => `${fixed(place(each.bytes))},${fixed(y(each.hits))}`).join(" ");
-  draw(chart, ...grid(),
+  draw(bought, ...grid(),
     make("svg:line", { class: "here", x1: place(now), x2: place(now), y1: TOP, y2: HEIGHT - BOTTOM }),
     make("svg:polyline", { class: `line stroke-${tier}`, points: line }),
     ...points.map((each) => make("svg:circle", { class: `tier-${tier}`, cx: place(each.bytes), cy: y(each.hits), r: 4 })),
     ...points.map((each, at) => (width > 480 || at % 2) && make("svg:text", { class: "label", x: place(each.bytes), y: HEIGHT - 6,
       "text-anchor": at === points.length - 1 ? "end" : "middle", text: size(each.bytes) })));
-  chart.show(points.findIndex((each) => each.bytes >= now * 0.98), false);
-  put(chart.told, chart.say(Math.max(0, points.findIndex((each) => each.bytes >= now * 0.98))));
-  box.append(make("p", { class: "quiet", text: `Estimated from ${few(whatif.requests)} prompts that engines asked for; ${whatif.scope}. The upright line is the size of now.` }));
-  if (focused) chart.stage.focus();
+  under(box, make("p", { class: "quiet", text: `Estimated from ${few(whatif.requests)} prompts that engines asked for; ${whatif.scope}. The upright line is the size of now.` }));
+  bought.show(bought.at ?? 0, bought.at !== null);
 }

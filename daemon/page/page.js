@@ -70,7 +70,7 @@ async function askWhatif() {
   if (page.status) showAnswers(page);
 }
 
-function changed(state, { message, wait, seconds, silent, wrong }) {
+function changed(state, { message, wait, seconds, silent, wrong, refused }) {
   const link = find("link");
   link.dataset.state = state;
   document.body.dataset.link = state;
@@ -82,9 +82,9 @@ function changed(state, { message, wait, seconds, silent, wrong }) {
     put(find("gone-title"), "The daemon is silent");
     put(find("gone-text"), `Nothing came for ${silence}; what you see is of then. It is stopped or hangs, or the network does: see its log.`);
   } else if (state === "gone") {
-    put(find("gone-title"), "The daemon is not there");
+    put(find("gone-title"), refused ? "The daemon does not show its status now" : "The daemon is not there");
     const since = seconds === null || seconds === undefined ? "" : ` What you see is ${age(seconds)} old.`;
-    put(find("gone-text"), `${message}.${since} Trying again every ${age(Math.max(1, wait / 1000))}. Engines go on without it: they compute what they cannot load.`);
+    put(find("gone-text"), `${message}.${since} Trying again every ${age(Math.max(1, wait / 1000))}.${refused ? "" : " Engines go on without it: they compute what they cannot load."}`);
   } else if (state === "denied") {
     find("content").hidden = true;
     find("empty").hidden = true;
@@ -104,6 +104,18 @@ find("token-form").addEventListener("submit", (event) => {
   token.set(find("token").value.trim());
   find("token").value = "";
   stream.start();
+});
+// A link sends no token. Where there is one, what it leads to is fetched with it and shown from here.
+document.querySelector("footer").addEventListener("click", async (event) => {
+  const link = event.target.closest("a");
+  if (!link || !token.get()) return;
+  event.preventDefault();
+  try {
+    const answer = await fetch(link.href, { headers: headers(), cache: "no-store" });
+    location.assign(URL.createObjectURL(await answer.blob()));
+  } catch {
+    return; // the stream says that the daemon is gone
+  }
 });
 find("unit").addEventListener("change", () => page.status && showHistory(page));
 find("whatif-tiers").addEventListener("change", () => showWhatif(page));

@@ -13,9 +13,10 @@ export const token = {
   forget: () => sessionStorage.removeItem(TOKEN),
 };
 
+// A header holds bytes: letters that are more than one go as UTF-8, where fetch() would throw as if nobody answered.
 export function headers() {
   const secret = token.get();
-  return secret ? { Authorization: `Bearer ${secret}` } : {};
+  return secret ? { Authorization: `Bearer ${String.fromCharCode(...new TextEncoder().encode(secret))}` } : {};
 }
 
 export class Stream {
@@ -61,7 +62,7 @@ export class Stream {
       }
       if (!answer.ok) {
         const { error } = await answer.json();
-        throw new Error(`${error.message}: ${error.hint}`);
+        throw Object.assign(new Error(`${error.message}: ${error.hint}`), { refused: true });
       }
       await this.read(answer.body.getReader(), abort);
       throw new Error("the daemon ended the stream");
@@ -95,7 +96,8 @@ export class Stream {
     const wait = RETRY_MS[Math.min(this.failures, RETRY_MS.length - 1)];
     this.failures += 1;
     const seconds = this.lastAt ? (Date.now() - this.lastAt) / 1000 : null;
-    this.tell("gone", { message: error instanceof TypeError ? "no daemon answers" : error.message, wait, seconds });
+    const message = error instanceof TypeError ? "no daemon answers" : error.message;
+    this.tell("gone", { message, wait, seconds, refused: Boolean(error.refused) });
     this.timer = setTimeout(() => this.start(), wait);
   }
 }

@@ -84,16 +84,14 @@ export function showRest(page) {
   if (status.tenants) tenants(status);
   find("gpus-section").hidden = status.gpus === undefined;
   if (status.gpus) gpus(status);
-  errors(status);
+  errors(status, page.tenant);
 }
 
 function tenants(status) {
-  const of = (tenant) => status.namespaces.filter((row) => row.tenant === tenant);
-  const total = (tenant, name) => of(tenant).reduce((all, row) => all + row[name], 0);
   const tiers = TIERS.filter((tier) => status.tenants.some((row) => row.tiers[tier]));
   table("tenants", status.tenants, {
-    tenant: (row) => row.tenant, "#namespaces": (row) => count(of(row.tenant).length), "#lookups": (row) => count(total(row.tenant, "lookups")),
-    "#found": (row) => percent(total(row.tenant, "matched_tokens"), total(row.tenant, "asked_tokens")),
+    tenant: (row) => row.tenant, "#namespaces": (row) => count(row.namespaces), "#lookups": (row) => count(row.lookups),
+    "#found": (row) => percent(row.matched_tokens, row.asked_tokens),
     ...Object.fromEntries(tiers.map((tier) => [`#${tier}`, (row) => {
       const { used_bytes, limit_bytes } = row.tiers[tier];
       return limit_bytes === null ? size(used_bytes) : `${size(used_bytes)} of ${size(limit_bytes)}`;
@@ -111,7 +109,8 @@ function gpus(status) {
   }, status.gpus_reason ?? "No GPU.");
 }
 
-function errors(status) {
+// A tenant is told of no tier's errors, so that there are none is not known to its page.
+function errors(status, tenant) {
   const list = [];
   for (const reason of status.not_ready ?? []) list.push({ where: "not ready", what: reason, advice: "Requests are refused until this is over." });
   for (const [name, tier] of Object.entries(status.tiers)) {
@@ -123,6 +122,7 @@ function errors(status) {
   const died = status.died ? Object.entries({ ...status.died.threads, ...status.died.tasks }) : [];
   for (const [name, times] of died) list.push({ where: name, what: `failed ${count(times)} times and was begun again`, advice: "The log of the daemon has why." });
   if (status.access?.last_error) list.push({ where: "access file", what: status.access.last_error, advice: "Tokens and tenants stay as they were until it can be read." });
+  find("errors-section").hidden = Boolean(tenant) && !list.length;
   if (!changed("errors", list)) return;
   find("errors").replaceChildren(...(list.length ? list.map(error) : [make("li", { class: "fine", text: "None since start." })]));
 }

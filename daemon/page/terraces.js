@@ -83,8 +83,13 @@ function share(li, tier) {
   const of = (kind) => li.querySelector(`[data-is="${kind}"]`);
   put(of("mode"), limit === null ? "no limit" : "your share");
   put(of("used"), limit === null ? size(tier.used_bytes) : `${size(tier.used_bytes)} of ${size(limit)} · ${percent(tier.used_bytes, limit)}`);
-  of("fill").style.width = limit ? `${Math.min(100, (100 * tier.used_bytes) / limit)}%` : "0";
-  li.querySelector(".bar").hidden = limit === null;
+  const full = limit ? Math.min(100, (100 * tier.used_bytes) / limit) : 0;
+  of("fill").style.width = `${full}%`;
+  of("lease").style.width = "0";
+  put(of("facts"), "");
+  const bar = li.querySelector(".bar");
+  bar.hidden = limit === null;
+  bar.setAttribute("aria-valuenow", Math.round(full));
 }
 
 export function showTerraces(page) {

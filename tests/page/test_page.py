@@ -1,14 +1,18 @@
 """The status page in a real browser: what it shows, what it says when it can show nothing, and whom it talks to."""
 
+import contextlib
+import http.client
 import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from terracekv.daemon.http_listeners import LISTENERS_MAX
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.page.traffic import Traffic
 
@@ -131,6 +135,19 @@ def test_it_is_used_without_a_mouse(shown: Shown) -> None:
     assert {"unit", "stage", "misses-only", "lookups", "sessions", "namespaces", "gpus"} <= set(reached)
 
 
+def test_who_reads_a_chart_with_the_keys_stays_there_while_figures_come(shown: Shown) -> None:
+    page = shown.open()
+    traffic(shown)
+    page.run("document.querySelector('#history .stage').focus()")
+    page.press(Keys.HOME)
+    before = page.run("return performance.now()")
+    until(lambda: page.run("return performance.now()") > before + 2500, "two documents have come")
+    assert page.run("return document.activeElement.className") == "stage"
+    assert page.find("#history .cursor").get_attribute("visibility") == "visible"
+    page.press(Keys.ARROW_RIGHT)
+    assert page.find("#history .stage").get_attribute("aria-valuenow") in ("0", "1")
+
+
 def test_a_daemon_that_stops_dies_and_comes_back_is_told_apart(shown: Shown) -> None:
     page = shown.open()
     shown.daemon.stop()
@@ -147,6 +164,20 @@ def test_a_daemon_that_stops_dies_and_comes_back_is_told_apart(shown: Shown) -> 
     assert not page.find("#gone").is_displayed()
 
 
+def test_a_daemon_that_has_no_place_for_one_more_is_not_said_to_be_away(shown: Shown) -> None:
+    with contextlib.ExitStack() as others:
+        for _ in range(LISTENERS_MAX):
+            listening = http.client.HTTPConnection(shown.url.split("/")[2], timeout=10)
+            others.enter_context(contextlib.closing(listening))
+            listening.request("GET", "/v1/live")
+            assert listening.getresponse().status == 200
+        page = shown.open("gone")
+        assert "listen to events already: close one of them" in page.text("#gone-text")
+        assert page.text("#gone-title") == "The daemon does not show its status now"
+        assert "Engines" not in page.text("#gone-text")
+    page.until_link("live")
+
+
 def test_a_guarded_daemon_asks_for_the_token_and_keeps_it_for_this_tab(shown: Shown, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(SECRET)
     shown.daemon.restart(daemon__token_file=str(tmp_path / "token"))
@@ -155,12 +186,42 @@ def test_a_guarded_daemon_asks_for_the_token_and_keeps_it_for_this_tab(shown: Sh
     assert page.run("return document.activeElement.id") == "token"
     page.find("#token").send_keys("not this one\n")
     until(lambda: "not enough" in page.text("#denied"), "a wrong token is refused")
+    page.run("document.getElementById('denied-text').textContent = ''")
+    page.find("#token").send_keys("\u200b\u201cnot this one either\u201d\n")
+    until(lambda: "not enough" in page.text("#denied"), "one with letters that no header can hold is refused as well")
     page.find("#token").send_keys(SECRET + "\n")
     page.until_link("live")
     assert page.find("#content").is_displayed() and SECRET not in page.driver.page_source
     page.driver.refresh()
     page.until_link("live")
     assert page.run("return [localStorage.length, document.cookie, location.search]") == [0, "", ""]
+    page.find("footer a[href='/v1/status']").click()
+    until(lambda: '"uptime_s"' in page.text("body"), "the link shows what the token may see")
+    page.driver.back()
+    page.until_link("live")
+
+
+def test_a_tenant_sees_its_share_also_with_a_screen_reader_and_is_told_nothing_that_nobody_knows(
+    shown: Shown, tmp_path: Path
+) -> None:
+    others = SECRET.upper()
+    (tmp_path / "access").write_text(
+        f'[[tokens]]\nname = "red"\nsecret = "{SECRET}"\ntenant = "red"\nrights = ["read", "write"]\n'
+        f'[[tokens]]\nname = "all"\nsecret = "{others}"\nrights = ["read", "metrics"]\n'
+        '[tenants.red]\nhost = "64KiB"\n'
+    )
+    shown.daemon.restart(access__file=str(tmp_path / "access"))
+    page = shown.open("denied")
+    with shown.daemon.client(model="red/model", credential=SECRET.encode()) as engine:
+        engine.put(engine.chain(1, 8))
+        page.find("#token").send_keys(others + "\n")
+        until(lambda: "8 blocks" in page.text("#tier-host"), "the operator sees the tier")
+        assert page.find("#errors-section").is_displayed() and "red" in page.text("#tenants")
+        page.run("sessionStorage.setItem('terracekv-token', arguments[0])", SECRET)
+        page.driver.refresh()
+        until(lambda: "32.0 KiB of 64.0 KiB · 50 %" in page.text("#tier-host"), "the tenant sees its share")
+    assert page.find("#tier-host .bar").get_attribute("aria-valuenow") == "50"
+    assert not page.find("#errors-section").is_displayed() and not page.find("#tenants-section").is_displayed()
 
 
 def test_an_engine_with_a_hostile_name_is_text(shown: Shown) -> None:
@@ -187,6 +248,13 @@ def test_what_more_memory_would_buy_is_shown_where_the_daemon_can_tell(shown: Sh
     until(lambda: "+22 points" in page.text("#buys"), "the best step is named")
     assert "host tier (8.0 MiB) would find 72 %" in page.text("#buys")
     assert page.find("#whatif-section").is_displayed()
+    assert "4.0 MiB (as it is): 50 %" in page.text("#whatif .told")
+    page.run("document.querySelector('#whatif .stage').focus()")
+    page.press(Keys.HOME)
+    told = page.text("#whatif .told")
+    page.run("document.getElementById('whatif-tiers').dispatchEvent(new Event('change'))")  # as new figures do
+    assert page.run("return document.activeElement.className") == "stage" and page.text("#whatif .told") == told
+    page.run("document.activeElement.blur()")
     assert "4.0 MiB (as it is): 50 %" in page.text("#whatif .told")
     page.find("#whatif-tiers input[value=disk]").click()
     assert "32.0 MiB (as it is): 80 %" in page.text("#whatif .told")
@@ -223,6 +291,16 @@ def test_it_can_be_read_by_everybody(shown: Shown, look: str, tmp_path: Path) ->
     shown.daemon.restart(daemon__token_file=str(tmp_path / "token"))
     page.until_link("denied")
     assert faults(page) == [], "with the field for a token"
+
+
+def test_nothing_sticks_out_of_a_small_window_with_letters_of_twice_the_size(shown: Shown) -> None:
+    page = shown.open()
+    traffic(shown)
+    page.run("document.documentElement.style.fontSize = '200%'")
+    within = "return document.documentElement.scrollWidth <= innerWidth"
+    for width in (320, 640):
+        page.look(width, 800, dark=False)
+        until(partial(page.run, within), f"all of it is within {width}", 5)
 
 
 def test_the_first_view_is_small_also_of_a_busy_daemon(shown: Shown) -> None:
