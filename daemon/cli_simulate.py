@@ -117,7 +117,13 @@ def _table(rows: Sequence[Row], block_bytes: int) -> Table:
         return show(blocks * block_bytes) if block_bytes else f"{blocks:,}"
 
     for row in rows:
-        cells = [row.policy, f"{row.capacity:,}", f"{row.share:.1%}", f"{row.hit_rate:.3f}", amount(row.loaded_blocks)]
+        cells = [
+            row.policy,
+            f"{row.capacity:,}",
+            f"{row.share:.1%}" if row.share <= 1 else "all",
+            f"{row.hit_rate:.3f}",
+            amount(row.loaded_blocks),
+        ]
         cells += [f"{row.disk_rate:.3f}", amount(row.promoted_blocks)] if disk else []
         table.add_row(*cells, amount(row.written_blocks), *[str(row.switches)] * auto)
     return table

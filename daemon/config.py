@@ -1,8 +1,8 @@
 """The settings: what they are, where each value came from, and whether this machine can give what they ask for.
 
-Owns nothing. The only module that reads the environment, the settings file and the token file (for ``access`` again
-when that changes); the daemon and the command line each call it once, before any thread starts. Imports msgspec,
-``bounds``, the other ``config_`` modules, ``tiers.budget``, ``errors`` and ``tier``.
+Owns nothing. The only module that reads settings from the environment and their file; the daemon and the command line
+each call it once, before any thread starts. Imports msgspec, ``bounds``, the other ``config_`` modules,
+``tiers.budget``, ``errors`` and ``tier``.
 
 A flag goes before the environment, that before the file, that before the default. An unknown key is an error that
 names the nearest known one: a setting that is silently ignored is worse than none.
@@ -32,6 +32,8 @@ from terracekv.tiers.tier import PAGE
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 PREFIX = "TERRACEKV_"
+TOKEN_FILE = f"{PREFIX}TOKEN_FILE"
+NO_SETTINGS = (f"{PREFIX}CONFIG", f"{PREFIX}FAILPOINTS", TOKEN_FILE)
 ARENA = "arena"
 SLAB_AUTO_MIN, SLAB_AUTO_MAX, SLAB_STEP = 16 * MIB, 256 * MIB, 2 * MIB
 SOCKET_PATH_MAX = 107
@@ -240,6 +242,20 @@ def slab_of(host_size: int) -> int:
     return min(host_size // PAGE * PAGE, max(SLAB_AUTO_MIN, min(SLAB_AUTO_MAX, sixteenth)))
 
 
+def own_token() -> str:
+    """What the command line sends where the daemon asks for a token: that in the file which ``TERRACEKV_TOKEN_FILE``
+    names, or "". ConfigError where there is none in it."""
+    if not (path := os.environ.get(TOKEN_FILE)):
+        return ""
+    try:
+        token = Path(path).read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{TOKEN_FILE}: {path} cannot be read: {error}", "name another file, or unset it") from None
+    if not token or not token.isprintable():
+        raise ConfigError(f"{TOKEN_FILE}: {path} has not one line of text", "write the token into it, and no more")
+    return token
+
+
 def describe(config: Config) -> dict[str, dict[str, str | int | float | bool | None]]:
     """Every setting in force: ``section.key`` to its value and source. Holds no secret."""
     table = {}
@@ -312,7 +328,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     for variable in sorted(environ):
         if variable in names:
             found[names[variable]] = (environ[variable], f"environment {variable}")
-        elif not variable.startswith(PREFIX) or variable in (f"{PREFIX}CONFIG", f"{PREFIX}FAILPOINTS"):
+        elif not variable.startswith(PREFIX) or variable in NO_SETTINGS:
             continue
         elif not _NOT_OURS.fullmatch(variable):
             near = difflib.get_close_matches(variable, names, 1, 0.5)

@@ -1,7 +1,7 @@
 """The doctor's trial of a running daemon: store a block as an engine does, through the arena, and get it back.
 
 Owns, while it lasts, one session and mappings of the arena and the slot table; leaves behind one small namespace of its
-own. Called by ``doctor``. Imports ``http_client``, ``protocol``, ``tiers.budget`` and ``errors``.
+own. Called by ``doctor``. Imports ``config``, ``http_client``, ``protocol``, ``tiers.budget`` and ``errors``.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal, TypeVar
 import msgspec
 
 from terracekv.daemon import protocol
+from terracekv.daemon.config import own_token
 from terracekv.daemon.http_client import Answered, Door
 from terracekv.tiers.budget import show
 from terracekv.tiers.errors import TerraceError
@@ -72,6 +73,7 @@ class Engine:
                 shards=1,
                 shard=0,
                 pid=os.getpid(),
+                credential=own_token().encode(),
                 engine="terracekv doctor",
             )
             self.welcome = self._ask(hello, protocol.Welcome)

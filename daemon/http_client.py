@@ -1,7 +1,7 @@
 """The command line's way to a running daemon: the people's door, over its Unix socket.
 
 Owns one connection at a time and no state. Called by ``cli`` and ``doctor`` in their own process, never by the daemon.
-Imports the standard library and ``errors``.
+Imports ``config`` and ``errors``.
 
 Three things are told apart: no daemon, a daemon that does not answer, and one that answers with an error.
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from terracekv.daemon.config import TOKEN_FILE, own_token
 from terracekv.tiers.errors import TerraceError
 
 SOCKET = "http.sock"
@@ -25,7 +26,7 @@ ORDER_S = 75.0
 """An order may wait for blocks to come up from disk."""
 START_HINT = "start one with: terracekv serve; or check daemon.runtime_dir with: terracekv config"
 NO_TOKEN_HINT = (
-    "the command line has none: run it as a user whom access.file names (uids, gids), or ask over HTTP with a token"
+    f"name a file with a token that is in force in {TOKEN_FILE}, or run this as a user whom access.file names"
 )
 _CREDENTIALS = struct.Struct("3i")
 
@@ -103,8 +104,9 @@ class Door:
     ) -> bytes:
         """Bytes for bytes."""
         connection = _UnixConnection(self.path, timeout_s or self._timeout_s)
+        sent = dict(headers or {}) | ({"Authorization": f"Bearer {token}"} if (token := own_token()) else {})
         try:
-            connection.request(method, route, body, dict(headers or {}))
+            connection.request(method, route, body, sent)
             response = connection.getresponse()
             answer = response.read()
         except (OSError, http.client.HTTPException) as error:

@@ -12,7 +12,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
+from time import monotonic, perf_counter
 from urllib.parse import urlsplit
 
 from terracekv.tiers.errors import BadRequest, TerraceError
@@ -97,7 +97,7 @@ def _first_token_s(url: str, model: str, prompt: list[int], token: str) -> float
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     try:
         content = json.dumps(body).encode()
-        begun = perf_counter()
+        until, begun = monotonic() + ANSWER_S, perf_counter()
         connection.request("POST", path, content, headers)
         answer = connection.getresponse()
         if answer.status != 200:
@@ -112,6 +112,8 @@ def _first_token_s(url: str, model: str, prompt: list[int], token: str) -> float
                 break  # some leave the connection open
             if field == b"data" and spent is None and _has_choice(data):
                 spent = perf_counter() - begun
+            if monotonic() > until:
+                raise EngineTrouble(f"the engine's stream does not end: one token was asked for at {path}", NO_DOOR)
         if spent is None:
             raise EngineTrouble(f"the engine's stream at {path} carried no token", NO_DOOR)
         return spent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from terracekv.tests.harness import until
+from terracekv.tests.harness import Daemon, until
 
 RUN = [sys.executable, "-c", "from terracekv.daemon.cli import main; main()"]
 
@@ -218,6 +218,32 @@ def test_a_tenants_user_is_shown_what_is_the_tenants(shell: Shell, tmp_path: Pat
 def test_who_would_need_a_token_is_told_what_the_command_line_can_do(shell: Shell, tmp_path: Path) -> None:
     let_in(shell, tmp_path, "")
     done = shell("status")
-    assert (
-        done.returncode == 1 and "asks for a token" in done.stderr and "access.file names (uids, gids)" in done.stderr
-    )
+    assert done.returncode == 1 and "asks for a token" in done.stderr and "access.file names" in done.stderr
+
+
+def test_where_the_sockets_ask_for_a_token_the_command_line_sends_that_of_a_file(shm_dir: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("the-operators-secret\n")
+    access = tmp_path / "access.toml"
+    rights = '["read", "write", "admin", "metrics"]'
+    access.write_text(f'[[tokens]]\nname = "operator"\nsecret = "the-operators-secret"\nrights = {rights}\n')
+    with Daemon(shm_dir, tmp_path, access__file=str(access), access__own_user="false") as daemon:
+
+        def terracekv(*arguments: str, token: Path | None = None) -> subprocess.CompletedProcess[str]:
+            environ = {"TERRACEKV_DAEMON_RUNTIME_DIR": str(daemon.runtime), "HOME": str(tmp_path)}
+            named = {} if token is None else {"TERRACEKV_TOKEN_FILE": str(token)}
+            command = [*RUN, *arguments]
+            return subprocess.run(command, capture_output=True, text=True, env=os.environ | environ | named, timeout=60)
+
+        refused = terracekv("status")
+        assert refused.returncode == 1 and "TERRACEKV_TOKEN_FILE" in refused.stderr
+        assert "ready" in terracekv("status", token=secret).stdout
+        examined = terracekv("doctor", token=secret)
+        assert "engine door: session" in examined.stdout and "FAIL" not in examined.stdout, examined.stdout
+        for content, says in (("two\nlines\n", "one line"), ("", "one line"), (None, "cannot be read")):
+            wrong = tmp_path / "wrong"
+            wrong.unlink(missing_ok=True)
+            if content is not None:
+                wrong.write_text(content)
+            done = terracekv("status", token=wrong)
+            assert done.returncode == 1 and says in done.stderr and "two" not in done.stderr

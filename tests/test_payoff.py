@@ -192,6 +192,7 @@ class Engine:
         self._reads = 0
         self.lies = b""
         """Sent in place of an answer."""
+        self.ends = True
 
     def clock(self) -> float:
         """Read at the start of a request and at its first token."""
@@ -215,9 +216,12 @@ class Engine:
         self.now += 0.1 + 1e-3 * len(body["prompt"])
         self.looked.clear()
         await response.write(b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n')
-        while not self.looked.is_set():
+        while not self.looked.is_set() and self.ends:
             await asyncio.sleep(0.001)
         self.now += 1000.0
+        while not self.ends:
+            await response.write(b'data: {"choices": [{"index": 0, "text": "and"}]}\n\n')
+            await asyncio.sleep(0.01)
         await response.write(b'data: {"choices": [], "usage": {"completion_tokens": 1}}\n\ndata: [DONE]\n\n')
         return response
 
@@ -246,6 +250,17 @@ def running(engine: Engine) -> Iterator[Engine]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def test_an_engine_that_does_not_end_its_stream_is_not_listened_to_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terracekv.daemon.payoff_cold.ANSWER_S", 0.3)
+    with running(Engine()) as engine:
+        engine.ends = False
+        try:
+            with pytest.raises(EngineTrouble, match="does not end"):
+                measured(f"http://127.0.0.1:{engine.port}", "m", lengths=[400, 100], rounds=1, vocabulary=500)
+        finally:
+            engine.ends = True
 
 
 @pytest.mark.fault(121)

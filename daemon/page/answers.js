@@ -30,7 +30,7 @@ function full(tiers) {
     return ["none", most ? `The fullest is ${most}: ${percent(tiers[most].used_bytes, tiers[most].capacity_bytes)}.` : "", "good"];
   }
   const gone = over.map((name) => `${count(tiers[name].counters.evictions.capacity ?? 0)} from ${name}`);
-  return [over.join(", "), `Full is what a cache is for: new blocks push out the least recently used. Evicted so far: ${gone.join(", ")}.`, "plain"];
+  return [over.join(", "), `Full is what a cache is for: new blocks push out old ones. Evicted so far: ${gone.join(", ")}.`, "plain"];
 }
 
 function misses(lookups) {
