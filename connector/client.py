@@ -177,9 +177,11 @@ class Client:
                                 scatter(index, payload)
                         self._believe(session, ahead.begun(index, slot), good)
                     self._believe(session, ahead.rest(), good)
-                finally:
+                except BaseException:
                     ahead.forget()
-                    session.tell(protocol.Release(leased.lease), deadline)
+                    self._give_back(session, protocol.Release(leased.lease), deadline)
+                    raise
+                session.tell(protocol.Release(leased.lease), deadline)
             return Loaded(len(good), missed[0] if missed else None)
         except (OSError, Trouble) as error:
             return Loaded(len(good), self._trouble(error))
@@ -214,7 +216,7 @@ class Client:
                     self._fill(reserved, gather, ahead, commits)
                 except BaseException:
                     ahead.forget()
-                    session.tell(protocol.Abort(reserved.reservation), deadline)
+                    self._give_back(session, protocol.Abort(reserved.reservation), deadline)
                     raise
                 present, refused = len(reserved.present), len(reserved.refused)
                 why = next(iter(reserved.refused.values()), None)
@@ -262,6 +264,13 @@ class Client:
             if not slot.gpu and not self._mapped().is_current(slot):
                 raise Trouble("fenced", "the slot changed during the copy")
             good.append(index)
+
+    def _give_back(self, session: Connection, message: protocol.Request, deadline: float) -> None:
+        """After a failure, which stays the one that is told of: where the daemon cannot be told, the session ends."""
+        try:
+            session.tell(message, deadline)
+        except (OSError, Trouble):
+            session.close()
 
     def _mapped(self) -> Arena:
         assert self._arena is not None

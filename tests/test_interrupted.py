@@ -1,5 +1,6 @@
 """A call of the client that is broken off, by Ctrl-C or by an error of the engine's own, takes nothing along."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,3 +49,21 @@ def test_an_engine_that_cannot_pin_the_next_daemons_arena_can_ask_again(daemon: 
             client.lookup([])
         client.rejoin()
         assert client.put(client.chain(1, 3)).stored == 3
+
+
+def test_an_error_of_the_engine_is_told_as_it_is_also_after_the_deadline(daemon: Daemon) -> None:
+    def broken(index: int, payload: memoryview) -> None:
+        time.sleep(0.2)
+        raise KeyError("the engine's own")
+
+    with daemon.client(load_deadline_ms=100, store_deadline_ms=30_000) as client:
+        keys = client.chain(1, 2)
+        assert client.put(keys).stored == 2
+        with pytest.raises(KeyError):
+            client.load(keys, broken)
+        client.rejoin()
+        client.store_deadline_ms = 100
+        with pytest.raises(KeyError):
+            client.store(client.chain(2, 2), broken)
+        client.rejoin()
+        assert client.lookup(client.chain(2, 2)).blocks == 0
