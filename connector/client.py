@@ -325,9 +325,14 @@ class Client:
             if self._closing.is_set() or (self._joiner is not None and self._joiner.is_alive()):
                 return
             what = what or f"no daemon at {self.path} ({self.last_trouble})"
+            joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
+            try:
+                joiner.start()
+            except RuntimeError as error:  # no thread is to be had now: the next call tries again
+                self.last_trouble = str(error)
+                return
+            self._joiner = joiner
             log.warning("%s: everything is a miss until it is joined", what)
-            self._joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
-            self._joiner.start()
 
     def _keep_joining(self) -> None:
         pause, longest = RETRY_S

@@ -1,5 +1,6 @@
 """A call of the client that is broken off, by Ctrl-C or by an error of the engine's own, takes nothing along."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,3 +68,20 @@ def test_an_error_of_the_engine_is_told_as_it_is_also_after_the_deadline(daemon:
             client.store(client.chain(2, 2), broken)
         client.rejoin()
         assert client.lookup(client.chain(2, 2)).blocks == 0
+
+
+def test_without_a_thread_to_join_with_everything_is_a_miss(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, daemon.client() as first:
+        keys = first.chain(1, 2)
+        daemon.kill()
+        patched.setattr(threading.Thread, "start", refused)
+        assert first.lookup(keys).reason == "no_daemon"
+        client = daemon.client()
+        assert client.lookup(keys).reason == "no_daemon"
+    with client:
+        daemon.start()
+        client.rejoin()
+        assert client.put(keys).stored == 2
