@@ -39,7 +39,8 @@ class _Mapping:
         self._stop = threading.Event()
         self._prefault = threading.Thread(target=self._populate, name="terracekv-prefault", daemon=True)
         if write:
-            self._prefault.start()
+            with contextlib.suppress(RuntimeError):  # no thread is to be had: pages come with the first copy
+                self._prefault.start()
 
     def leave(self) -> None:
         """A client copies no more; with the last one the mapping ends."""

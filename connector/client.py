@@ -177,9 +177,11 @@ class Client:
                                 scatter(index, payload)
                         self._believe(session, ahead.begun(index, slot), good)
                     self._believe(session, ahead.rest(), good)
-                finally:
+                except BaseException:
                     ahead.forget()
-                    session.tell(protocol.Release(leased.lease), deadline)
+                    self._give_back(session, protocol.Release(leased.lease), deadline)
+                    raise
+                session.tell(protocol.Release(leased.lease), deadline)
             return Loaded(len(good), missed[0] if missed else None)
         except (OSError, Trouble) as error:
             return Loaded(len(good), self._trouble(error))
@@ -214,7 +216,7 @@ class Client:
                     self._fill(reserved, gather, ahead, commits)
                 except BaseException:
                     ahead.forget()
-                    session.tell(protocol.Abort(reserved.reservation), deadline)
+                    self._give_back(session, protocol.Abort(reserved.reservation), deadline)
                     raise
                 present, refused = len(reserved.present), len(reserved.refused)
                 why = next(iter(reserved.refused.values()), None)
@@ -262,6 +264,13 @@ class Client:
             if not slot.gpu and not self._mapped().is_current(slot):
                 raise Trouble("fenced", "the slot changed during the copy")
             good.append(index)
+
+    def _give_back(self, session: Connection, message: protocol.Request, deadline: float) -> None:
+        """After a failure, which stays the one that is told of: where the daemon cannot be told, the session ends."""
+        try:
+            session.tell(message, deadline)
+        except (OSError, Trouble):
+            session.close()
 
     def _mapped(self) -> Arena:
         assert self._arena is not None
@@ -316,9 +325,14 @@ class Client:
             if self._closing.is_set() or (self._joiner is not None and self._joiner.is_alive()):
                 return
             what = what or f"no daemon at {self.path} ({self.last_trouble})"
+            joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
+            try:
+                joiner.start()
+            except RuntimeError as error:  # no thread is to be had now: the next call tries again
+                self.last_trouble = str(error)
+                return
+            self._joiner = joiner
             log.warning("%s: everything is a miss until it is joined", what)
-            self._joiner = threading.Thread(target=self._keep_joining, name="terracekv-joiner", daemon=True)
-            self._joiner.start()
 
     def _keep_joining(self) -> None:
         pause, longest = RETRY_S

@@ -143,8 +143,8 @@ class Connection:
 
     def hung_up(self) -> bool:
         """Whether the daemon has closed its end; asks the kernel only."""
-        self._socket.settimeout(0.0)  # under any other, Python waits for data before it asks the kernel
         try:
+            self._socket.settimeout(0.0)  # under any other, Python waits for data before it asks the kernel
             return not self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False

@@ -37,24 +37,26 @@ class Turn:
         client = self._client
         if not client._lock.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
             raise Trouble("deadline", "another request holds the session")
-        if client._session is not None and client._session.hung_up():
-            try:
-                client._join_at_once(self._deadline)
-            except (OSError, Trouble) as error:
-                client.last_trouble = str(error)
-        if client._session is None:
+        try:
+            session = self._joined()
+        except BaseException:  # Ctrl-C, or an error of the engine's own: nobody else would let go of the lock
+            client._lock.release()
+            raise
+        if session is None:
             client._lock.release()
             client._join_later()  # normally under way already
             raise Trouble("no_daemon", client.last_trouble or "not joined")
-        return client._session
+        return session
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         client = self._client
         in_step = error is None or (isinstance(error, Trouble) and error.why == "refused")
-        if not in_step:
-            client.last_trouble = str(error) or type(error).__name__
-            client._leave()
-        client._lock.release()
+        try:
+            if not in_step:
+                client.last_trouble = str(error) or type(error).__name__
+                client._leave()
+        finally:
+            client._lock.release()
         if in_step or client._closing.is_set():
             return
         if isinstance(error, TimeoutError):
@@ -64,3 +66,13 @@ class Turn:
             client._join_later()
         else:
             client._join_later(f"the session with the daemon at {client.path} has failed ({client.last_trouble})")
+
+    def _joined(self) -> Connection | None:
+        """Under the lock: the session, a new one where the daemon has hung up and another is there already."""
+        client = self._client
+        if client._session is not None and client._session.hung_up():
+            try:
+                client._join_at_once(self._deadline)
+            except (OSError, Trouble) as error:
+                client.last_trouble = str(error)
+        return client._session

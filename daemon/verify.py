@@ -93,6 +93,7 @@ def checked(config: Config, tiers: list[str] | None) -> Iterator[Report]:
     wanted = tiers or [*known]
     door = Door(config.daemon.runtime_dir)
     try:
+        door.greet()
         running = [*door.ask("GET", "/v1/status")["tiers"]]
     except NotRunning:
         yield from _offline(config, wanted)

@@ -63,6 +63,8 @@ class Switches:
     """Speed of the link in both directions; 0 for as fast as may be."""
     delay_s: float = 0.0
     """Before each answer: the way there and back."""
+    unheeded: str = ""
+    """A parameter of lists that is not looked at: prefix, start-after or continuation-token."""
     strange: bytes | None = None
     """What is sent instead of any answer, as it is; the connection is closed after it."""
     strange_where: str = ""
@@ -316,6 +318,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(412, "PreconditionFailed")
 
     def _list(self, query: dict[str, str]) -> None:
+        query.pop(self.switches.unheeded, None)
         prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
         keys = sorted(key for key in list(self.server.stub.objects) if key.startswith(prefix) and key > after)
         page = keys[: min(100, int(query.get("max-keys", 1000)))]

@@ -136,7 +136,7 @@ def test_a_stopped_daemon_is_told_from_none(shell: Shell) -> None:
     (found,) = [finding for finding in json.loads(done.stdout) if finding["state"] == "fail"]
     assert done.returncode == 1 and found["what"] == "daemon"
     assert f"a daemon is there (process {process.pid}) but does not answer" in found["says"]
-    for arguments in (("status",), ("status", "--wait", "0.2"), ("flush", "-n", "m")):
+    for arguments in (("status",), ("status", "--wait", "0.2"), ("flush", "-n", "m"), ("verify",)):
         done = shell(*arguments)
         assert done.returncode == 1 and "a daemon is there" in done.stderr
         assert f"kill -CONT {process.pid}" in done.stderr and "terracekv serve" not in done.stderr

@@ -332,3 +332,21 @@ def test_threads_seal_and_open_at_once_in_little_memory(disk: Disks) -> None:
         assert get(tier, other, many[0])[0] is Outcome.MISS
         tier.check()
     assert os.listdir(disk.segments)
+
+
+def test_a_block_that_changes_in_host_while_it_is_sealed_is_not_stored(
+    disk: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Keys.seal
+
+    def late(self: Keys, namespace_id: bytes, about: bytes, plain: memoryview, into: memoryview) -> int:
+        plain[0] ^= 1
+        return real(self, namespace_id, about, plain, into)
+
+    monkeypatch.setattr(Keys, "seal", late)
+    with closing(disk.open(keys=Keys([MASTER]))) as tier:
+        payload = memoryview(bytearray(payload_of(IDS[0])))
+        assert tier.put(disk.namespace, IDS[0], payload, checksum(payload)) is Outcome.FAILED
+        assert "changed in host" in str(tier.status().last_error)
+        assert get(tier, disk.namespace, IDS[0])[0] is Outcome.MISS
+        tier.check()

@@ -190,12 +190,21 @@ class Bucket:
         return copied is not None
 
     def list(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Object]:
-        """All objects whose keys begin so and come ``after`` a key, in order; each page has ``deadline_s`` seconds."""
+        """All objects whose keys begin so and come ``after`` a key, in order; each page has ``deadline_s`` seconds.
+        Unreachable when the list has others, as of a server that does not heed what it is asked: what is listed may be
+        deleted, and a list that begins anew has no end."""
+        last = after
         more: dict[str, Any] = {"StartAfter": after} if after else {}
         while True:
             deadline = time.monotonic() + deadline_s
             rows, after = self._ask("list_objects_v2", deadline, _page, Prefix=prefix, MaxKeys=1000, **more)
-            yield from rows
+            for row in rows:
+                if not row.key.startswith(prefix) or row.key <= last:
+                    raise Unreachable(
+                        f"list_objects_v2: {plain(row.key)} is not what was asked for: is it an S3 service?"
+                    )
+                last = row.key
+                yield row
             if after is None:
                 return
             if more.get("ContinuationToken") == after:

@@ -57,8 +57,6 @@ class Vault:
         if self._keys is None:
             yield Sealed(stored.codec, stored.size, stored.view, about.checksum)
             return
-        if checksum_of(payload[: about.payload_bytes]) != about.checksum:
-            raise TierDown(f"block {about.id.hex()} has changed in host before it could be sealed")
         room_bytes = pages_of(stored.size + OVERHEAD_BYTES) * PAGE
         with self._scratch.lend(room_bytes, deadline) as room:
             if room is None:
@@ -66,6 +64,9 @@ class Vault:
             codec = stored.codec | SEALED
             said = _about(replace(about, codec=codec))
             size = self._keys.seal(about.namespace_id, said, stored.view[: stored.size], room)
+            # Looked at afterwards: what is sealed bears no checksum of its payload, and sealing may have had to wait.
+            if checksum_of(payload[: about.payload_bytes]) != about.checksum:
+                raise TierDown(f"block {about.id.hex()} has changed in host before it could be sealed")
             room[size:] = bytes(room_bytes - size)  # of another block, until now
             self.sealed_blocks += 1
             yield Sealed(codec, size, room, checksum_of(room[:size]))

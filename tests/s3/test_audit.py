@@ -153,3 +153,26 @@ def test_a_sweep_of_one_namespace_leaves_the_others(a: Node, stub: S3Stub, bucke
         stub.age(key, 100)
     assert s3_audit.gc(bucket, 10, namespace_id=other.id)[0] == 1
     assert [key for key in stub.blocks() if a.now.id.hex() in key] == stub.blocks() != []
+
+
+@pytest.mark.parametrize("unheeded", ["prefix", "start-after", "continuation-token"])
+def test_a_list_of_what_was_not_asked_for_sweeps_nothing_of_it(
+    a: Node, stub: S3Stub, bucket: Bucket, unheeded: str
+) -> None:
+    other = registered(a.namespaces, 2)
+    for index in range(120):
+        put(a.tier, a.now, name(index))
+    put(a.tier, other, name(1))
+    flushed = a.flush()
+    stub.switches.unheeded = unheeded
+    if unheeded == "prefix":
+        assert a.tier.sweep(flushed)[1] is not None
+        with pytest.raises(TierDown, match="not what was asked for"):
+            s3_audit.gc(bucket, 0, namespace_id=a.now.id)
+    elif unheeded == "start-after":
+        with pytest.raises(TierDown, match="not what was asked for"):
+            list(bucket.list("kv/", 5.0, after=stub.blocks()[5]))
+    else:
+        with pytest.raises(TierDown, match="not what was asked for"):
+            list(s3_audit.ls(bucket))
+    assert any(other.id.hex() in key for key in stub.blocks())
