@@ -2,7 +2,7 @@
 
 Owns both listeners, the table of routes, who may ask, and how errors look. Runs on the event loop and never blocks it.
 Imports aiohttp, the other ``http_`` modules, ``access``, ``metrics``, ``status``, ``config``, ``descriptors``,
-``gpus``, ``heartbeat``, ``sessions``, ``store``, ``tls``, ``errors``.
+``gpus``, ``handshakes``, ``heartbeat``, ``sessions``, ``store``, ``errors``.
 
 Every answer to a request that was not done is ``{"error": {"kind", "message", "hint"}}``. The Unix socket is protected
 by the permissions of its file and by who is at its other end; TCP by tokens, or by being reachable from this machine
@@ -22,6 +22,7 @@ from terracekv.daemon.access_file import Right
 from terracekv.daemon.config import Config, tcp_address, version
 from terracekv.daemon.descriptors import most
 from terracekv.daemon.gpus import Gpus
+from terracekv.daemon.handshakes import Handshakes, listening
 from terracekv.daemon.heartbeat import Heartbeat
 from terracekv.daemon.http_blocks import CHECKSUM, Blocks
 from terracekv.daemon.http_gate import admit, tenant_of
@@ -56,7 +57,6 @@ from terracekv.daemon.own_socket import bind
 from terracekv.daemon.sessions import Sessions
 from terracekv.daemon.status import namespaces_document, status_document, tenant_document
 from terracekv.daemon.store import Store
-from terracekv.daemon.tls import HANDSHAKE_S
 from terracekv.tiers.errors import InUse, TerraceError
 from terracekv.tiers.journal import INTERNAL, Journal
 
@@ -121,7 +121,7 @@ class HttpDoor:
         self._gpus = gpus or Gpus()
         self._access = access or Access(config)
         self._busy: dict[asyncio.Task[Any], web.RequestHandler] = {}
-        self._open: list[tuple[web.Server, asyncio.Server]] = []
+        self._open: list[tuple[web.Server, asyncio.Server | Handshakes]] = []
         self._closing = False
         self._listeners = Listeners()
         self._queries = Queries(store, self._listeners)
@@ -142,20 +142,20 @@ class HttpDoor:
         address = tcp_address(self._config.daemon.http)
         if address is not None:
             server = self._server(tcp=True)
+            over_tcp: asyncio.Server | Handshakes
             try:
-                tls = self._access.tls.context
-                limit_s = HANDSHAKE_S if tls is not None else None
-                listener = await loop.create_server(
-                    server, *address, backlog=BACKLOG, ssl=tls, ssl_handshake_timeout=limit_s
-                )
+                if (context := self._access.tls.context) is None:
+                    over_tcp = await loop.create_server(server, *address, backlog=BACKLOG)
+                else:
+                    over_tcp = Handshakes(await listening(address, BACKLOG), server, context)
             except OSError as error:
                 await self.close(0)
                 raise InUse(
                     f"daemon.http: {self._config.daemon.http} cannot be bound: {error.strerror}",
                     'stop what listens there, set daemon.http to another port, or to "" for no TCP',
                 ) from None
-            self._open.append((server, listener))
-            self.port = listener.sockets[0].getsockname()[1]
+            self._open.append((server, over_tcp))
+            self.port = over_tcp.sockets[0].getsockname()[1]
         self.heart.start()
 
     async def close(self, grace_s: float) -> None:

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 import uvloop
 
+from terracekv.daemon import handshakes
 from terracekv.daemon.tls import Tls
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.people import People, keys_of, people, settings, url, whole
@@ -175,3 +176,31 @@ def test_tls_opens_no_other_address_without_a_token(tmp_path: Path) -> None:
         settings(tmp_path, **pair)
     (tmp_path / "token").write_text(TOKEN)
     assert settings(tmp_path, **pair, daemon_token_file=str(tmp_path / "token")).access.tls_cert
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_who_says_nothing_takes_no_more_than_so_many_connections_and_those_not_for_long(
+    shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: str
+) -> None:
+    monkeypatch.setattr(handshakes, "AT_ONCE", 4)
+    monkeypatch.setattr(handshakes, "HANDSHAKE_S", 1.0)
+    cert, key = certify(tmp_path, "one")
+
+    async def scenario(p: People) -> None:
+        (door,) = [each for _, each in p.door._open if isinstance(each, handshakes.Handshakes)]
+        with contextlib.ExitStack() as silent:
+            for _ in range(20):
+                silent.enter_context(socket.create_connection(("127.0.0.1", p.door.port or 0)))
+            for _ in range(5):
+                await asyncio.sleep(0.05)
+                assert len(door._under_way) == 4
+            assert (await p.ask("GET", "/healthz"))[0] == 200, "the other door serves"
+        async with client_of(p, cert) as client, client.get("/healthz") as answer:
+            assert answer.status == 200, "those who wait come to their turn"
+        with socket.create_connection(("127.0.0.1", p.door.port or 0)) as stays:
+            stays.settimeout(10.0)
+            assert await asyncio.to_thread(stays.recv, 1) == b"", "it is left in time"
+        with socket.create_connection(("127.0.0.1", p.door.port or 0)):
+            await asyncio.sleep(0.05)  # and is under way when the door closes
+
+    over_tls(shm_dir, scenario, cert, key, loop)
