@@ -64,7 +64,8 @@ class Switches:
     delay_s: float = 0.0
     """Before each answer: the way there and back."""
     unheeded: str = ""
-    """A parameter of lists that is not looked at: prefix, start-after or continuation-token."""
+    """A parameter of lists that is not looked at: prefix, start-after or continuation-token; or ``end``: lists are
+    pages of nothing, one after the other."""
     strange: bytes | None = None
     """What is sent instead of any answer, as it is; the connection is closed after it."""
     strange_where: str = ""
@@ -330,6 +331,8 @@ class _Handler(BaseHTTPRequestHandler):
         )
         more = len(page) < len(keys)
         token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        if self.switches.unheeded == "end":
+            more, rows, token = True, "", f"<NextContinuationToken>{after}a</NextContinuationToken>"
         self._reply(
             200,
             f"<ListBucketResult><IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}</ListBucketResult>".encode(),

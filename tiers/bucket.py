@@ -37,6 +37,8 @@ from terracekv.tiers.journal import Journal
 from terracekv.tiers.s3_errors import MISSING, Forbidden, NoBucket, Refused, Unreachable, answer_of, error_of, plain
 from terracekv.tiers.s3_settings import S3Settings
 
+EMPTY_PAGES_MAX = 1000
+"""Of a list, one after the other: a service may pass over what was deleted, but not for ever."""
 REQUESTS_MAX = 4
 """Of one call: botocore follows redirects, and each to the next without end."""
 _FORBIDDEN_S = 60.0
@@ -193,7 +195,7 @@ class Bucket:
         """All objects whose keys begin so and come ``after`` a key, in order; each page has ``deadline_s`` seconds.
         Unreachable when the list has others, as of a server that does not heed what it is asked: what is listed may be
         deleted, and a list that begins anew has no end."""
-        last = after
+        last, empty = after, 0
         more: dict[str, Any] = {"StartAfter": after} if after else {}
         while True:
             deadline = time.monotonic() + deadline_s
@@ -207,7 +209,8 @@ class Bucket:
                 yield row
             if after is None:
                 return
-            if more.get("ContinuationToken") == after:
+            empty = 0 if rows else empty + 1
+            if more.get("ContinuationToken") == after or empty > EMPTY_PAGES_MAX:
                 raise Unreachable(f"list_objects_v2: the list does not go on after {plain(after)}")
             more = {"ContinuationToken": after}
 

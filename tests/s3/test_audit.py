@@ -155,6 +155,13 @@ def test_a_sweep_of_one_namespace_leaves_the_others(a: Node, stub: S3Stub, bucke
     assert [key for key in stub.blocks() if a.now.id.hex() in key] == stub.blocks() != []
 
 
+def test_a_list_that_is_pages_of_nothing_ends(stub: S3Stub, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terracekv.tiers.bucket.EMPTY_PAGES_MAX", 5)
+    stub.switches.unheeded = "end"
+    with pytest.raises(TierDown, match="does not go on"):
+        list(bucket.list("kv/", 5.0))
+
+
 @pytest.mark.parametrize("unheeded", ["prefix", "start-after", "continuation-token"])
 def test_a_list_of_what_was_not_asked_for_sweeps_nothing_of_it(
     a: Node, stub: S3Stub, bucket: Bucket, unheeded: str
