@@ -9,6 +9,7 @@ the event loop's own server, whoever connects and says nothing would take them a
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from terracekv.daemon.descriptors import most
 from terracekv.daemon.tls import HANDSHAKE_S
 
 AT_ONCE = 64
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The machine has nothing left for another connection."""
+REST_S = 1.0
 
 
 class Handshakes:
@@ -55,8 +59,11 @@ class Handshakes:
     def _accept(self, listening: socket.socket) -> None:
         try:
             connection, _ = listening.accept()
-        except OSError:
-            return  # who came is gone again
+        except OSError as error:
+            if error.errno in SHORT:  # it would be tried again at once, and again
+                self._take(False)
+                asyncio.get_running_loop().call_later(REST_S, self._go_on)
+            return  # else who came is gone again
         task = tasks.begin(self._shake(connection), "handshake")
         self._under_way.add(task)
         task.add_done_callback(self._over)
@@ -76,6 +83,9 @@ class Handshakes:
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self.sockets:
             self._take(True)
 

@@ -157,6 +157,14 @@ async def test_questions_over_http_are_no_requests(people: People) -> None:
     assert answer["sample"]["enough"] is False
 
 
+async def one_request_logged(w: World, place: Path) -> LookupLog:
+    log = w.sessions.demand.log = LookupLog(place, b"secret")
+    w.sessions.demand.asked(1, w.namespace, key(1))
+    await looked(w)
+    log.write(log.take())
+    return log
+
+
 def test_the_lookup_log_is_a_trace(worlds: Worlds, tmp_path: Path) -> None:
     async def story(w: World) -> None:
         log = w.sessions.demand.log = LookupLog(tmp_path / "lookups.jsonl", b"secret")
@@ -182,10 +190,7 @@ def test_half_a_line_that_a_kill_left_in_the_lookup_log_spoils_none_behind_it(wo
     place.write_text('{"hash_ids":[1,2]}\n{"timestamp":1,"hash_ids":[1,2')
 
     async def story(w: World) -> None:
-        log = w.sessions.demand.log = LookupLog(place, b"secret")
-        w.sessions.demand.asked(1, w.namespace, key(1))
-        await looked(w)
-        log.write(log.take())
+        await one_request_logged(w, place)
         assert list(map(len, read_trace(place).chains)) == [2, 1]
 
     worlds.run(story)
@@ -224,11 +229,7 @@ def test_a_lookup_log_is_a_plain_file_or_nothing(worlds: Worlds, tmp_path: Path,
         place.mkdir(0o755)
 
     async def story(w: World) -> None:
-        log = w.sessions.demand.log = LookupLog(place, b"secret")
-        w.sessions.demand.asked(1, w.namespace, key(1))
-        await looked(w)
-        log.write(log.take())
-        assert log.dropped == 1
+        assert (await one_request_logged(w, place)).dropped == 1
 
     before = place.stat().st_mode
     worlds.run(story)
@@ -240,10 +241,7 @@ def test_a_lookup_log_made_by_somebody_else_is_closed_to_others(worlds: Worlds, 
     place.touch(0o644)
 
     async def story(w: World) -> None:
-        log = w.sessions.demand.log = LookupLog(place, b"secret")
-        w.sessions.demand.asked(1, w.namespace, key(1))
-        await looked(w)
-        log.write(log.take())
+        await one_request_logged(w, place)
 
     worlds.run(story)
     assert place.stat().st_mode & 0o777 == 0o600

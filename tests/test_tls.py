@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import shutil
 import signal
 import socket
@@ -204,3 +205,28 @@ def test_who_says_nothing_takes_no_more_than_so_many_connections_and_those_not_f
             await asyncio.sleep(0.05)  # and is under way when the door closes
 
     over_tls(shm_dir, scenario, cert, key, loop)
+
+
+def test_a_machine_without_a_descriptor_left_is_not_asked_for_one_all_the_time(
+    shm_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshakes, "REST_S", 0.2)
+    cert, key = certify(tmp_path, "one")
+    tried = list[None]()
+
+    class Short:
+        def accept(self) -> None:
+            tried.append(None)
+            raise OSError(errno.EMFILE, "too many open files")
+
+    async def scenario(p: People) -> None:
+        (door,) = [each for _, each in p.door._open if isinstance(each, handshakes.Handshakes)]
+        accept = door._accept
+        monkeypatch.setattr(door, "_accept", lambda _: accept(Short()))  # type: ignore[arg-type]
+        door._take(False)
+        door._take(True)
+        with socket.create_connection(("127.0.0.1", p.door.port or 0)):
+            await asyncio.sleep(0.5)
+        assert 1 <= len(tried) <= 4
+
+    over_tls(shm_dir, scenario, cert, key)
