@@ -94,7 +94,7 @@ class Daemon:
             error.add_note(f"the daemon's log ends:\n{self.tail()}")
 
     def start(self) -> "Daemon":
-        """Start, and wait until the engine door answers."""
+        """Start, and wait until both doors answer: the people's door opens a moment after the engines'."""
         self.launch()
         deadline = time.monotonic() + START_S
         while not self._answers():
@@ -214,12 +214,13 @@ class Daemon:
         return Wire(self.socket, hello)
 
     def _answers(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(self.socket))
-            except (FileNotFoundError, ConnectionRefusedError):
-                return False
-            return True
+        for door in (self.socket, self.runtime / "http.sock"):
+            with socket.socket(socket.AF_UNIX) as probe:
+                try:
+                    probe.connect(str(door))
+                except (FileNotFoundError, ConnectionRefusedError):
+                    return False
+        return True
 
 
 class Blocks(Client):
