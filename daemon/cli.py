@@ -28,7 +28,8 @@ from terracekv.daemon.cli_options import (
 )
 from terracekv.daemon.cli_text import count, read_tokens
 from terracekv.daemon.cli_whatif import simulate, whatif
-from terracekv.daemon.config import describe, require_folders, resolve, survey, version
+from terracekv.daemon.config import TYPES, describe, require_folders, resolve, survey, version
+from terracekv.daemon.config_s3 import Size, SizeOrAuto
 from terracekv.daemon.http_client import PROMPT_S, Answered, Door
 from terracekv.tiers.budget import show
 from terracekv.tiers.errors import TerraceError
@@ -289,17 +290,7 @@ def _wait_until_ready(door: Door, seconds: float) -> None:
 
 
 def _shown(key: str, value: Any) -> str:
-    sizes = (
-        "host.size",
-        "host.slab",
-        "daemon.queue",
-        "disk.size",
-        "disk.segment",
-        "disk.free_floor",
-        "s3.queue",
-        "gpu.size",
-    )
-    return show(value) if key in sizes else json.dumps(value)
+    return show(value) if TYPES[key] in (Size, SizeOrAuto) else json.dumps(value)
 
 
 def _print_done(answer: dict[str, Any], as_json: bool) -> None:
