@@ -1,14 +1,13 @@
 """The command line's way to a running daemon: the people's door, over its Unix socket.
 
 Owns one connection at a time and no state. Called by ``cli`` and ``doctor`` in their own process, never by the daemon.
-Imports ``config`` and ``errors``.
+Imports ``config``, ``errors`` and ``folder``.
 
 Three things are told apart: no daemon, a daemon that does not answer, and one that answers with an error.
 """
 
 import http.client
 import json
-import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 from terracekv.daemon.config import TOKEN_FILE, own_token
 from terracekv.tiers.errors import TerraceError
+from terracekv.tiers.folder import holder
 
 SOCKET = "http.sock"
 LOCK = "owner.lock"
@@ -161,21 +161,6 @@ class _UnixConnection(http.client.HTTPConnection):
         except OSError:
             return None
         return int(_CREDENTIALS.unpack(found)[0]) or None
-
-
-def holder(lock: Path) -> int | None:
-    """The process that holds a locked file, read from the kernel's list: to try the lock would be to take it for a
-    moment, and a daemon that starts in that moment would find the folder owned. None when nobody is seen."""
-    try:
-        found = os.stat(lock)
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return None
-    inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    for fields in map(str.split, lines):
-        if fields[1:2] == ["FLOCK"] and fields[5:6] == [inode] and fields[4].isdigit():
-            return int(fields[4])
-    return None
 
 
 def _is_stopped(pid: int) -> bool:

@@ -99,7 +99,7 @@ def test_an_arena_that_may_not_be_adopted_is_replaced_too(shm_dir: Path) -> None
 @pytest.mark.fault(63)
 def test_one_folder_has_one_daemon(shm_dir: Path) -> None:
     with arena_in(shm_dir):
-        with pytest.raises(InUse, match="running"):
+        with pytest.raises(InUse, match=rf"running \(process {os.getpid()}\)"):
             Arena(shm_dir, size_bytes=2 * SIZE, slab_bytes=SLAB)
         assert (shm_dir / "arena").stat().st_size == SIZE
     with arena_in(shm_dir) as arena:

@@ -2,7 +2,7 @@
 
 Owns ``owner.lock`` (flocked for as long as the owner lives) and ``state.json`` of the folder. Used by a tier when it
 opens, syncs and closes; ``claim`` and ``sync_folder`` by whoever else wants a folder for itself, or its names on the
-medium. Imports ``checksum``, ``errors`` and ``failpoint``.
+medium; ``holder`` by who wants to know whose it is. Imports ``checksum``, ``errors`` and ``failpoint``.
 """
 
 import fcntl
@@ -30,15 +30,35 @@ def boot_id() -> str:
 
 def claim(fd: int, folder: Path, setting: str) -> int:
     """Be the one who holds the open file ``fd``, for the life of the process: the kernel lets go when it dies, however
-    it dies. InUse (and ``fd`` closed) while somebody else does; ``setting`` names another folder."""
+    it dies. InUse while somebody else does; ``setting`` names another folder. ``fd`` is closed when this raises."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = holder(fd)
+        os.close(fd)
+        by = f" (process {pid})" if pid else ""
+        raise InUse(
+            f"{folder} belongs to a daemon that is running{by}", f"stop that daemon, or give this one another {setting}"
+        ) from None
     except OSError:
         os.close(fd)
-        raise InUse(
-            f"{folder} belongs to a daemon that is running", f"stop that daemon, or give this one another {setting}"
-        ) from None
+        raise
     return fd
+
+
+def holder(lock: Path | int) -> int | None:
+    """The process that holds a locked file, read from the kernel's list: to try the lock would be to take it for a
+    moment, and a daemon that starts in that moment would find the folder owned. None when nobody is seen."""
+    try:
+        found = os.stat(lock)
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    inode = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for fields in map(str.split, lines):
+        if fields[1:2] == ["FLOCK"] and fields[5:6] == [inode] and fields[4].isdigit():
+            return int(fields[4]) or None  # 0 is a process that this container does not see
+    return None
 
 
 def seal_of(path: Path) -> str:
@@ -75,24 +95,8 @@ class OwnedFolder:
         """Whether the machine has not been started since, known after ``trusted``."""
         self.synced = 0
         """What the last owner gave for ``synced``, known after ``trusted``."""
-        self._file = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._file)
-            if not isinstance(error, BlockingIOError):
-                raise
-            raise InUse(
-                f"{folder} is in use by another daemon (process {owner})",
-                "stop that daemon, or give this one a folder of its own",
-            ) from None
-        try:
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
-        except BaseException:
-            self.release()
-            raise
+        lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = claim(lock, folder, "disk.path")
 
     def trusted(self, identity: str, derived: Path) -> bool:
         """Whether ``derived``, a file of the folder, is as its owner left it, for namespaces of this ``identity``.
