@@ -1,7 +1,7 @@
 """The command line's way to a running daemon: the people's door, over its Unix socket.
 
 Owns one connection at a time and no state. Called by ``cli`` and ``doctor`` in their own process, never by the daemon.
-Imports ``config``, ``errors`` and ``folder``.
+Imports ``config``, ``own_socket``, ``errors`` and ``folder``.
 
 Three things are told apart: no daemon, a daemon that does not answer, and one that answers with an error.
 """
@@ -9,12 +9,12 @@ Three things are told apart: no daemon, a daemon that does not answer, and one t
 import http.client
 import json
 import socket
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from terracekv.daemon.config import TOKEN_FILE, own_token
+from terracekv.daemon.own_socket import listener_of
 from terracekv.tiers.errors import TerraceError
 from terracekv.tiers.folder import holder
 
@@ -28,7 +28,6 @@ START_HINT = "start one with: terracekv serve; or check daemon.runtime_dir with:
 NO_TOKEN_HINT = (
     f"name a file with a token that is in force in {TOKEN_FILE}, or run this as a user whom access.file names"
 )
-_CREDENTIALS = struct.Struct("3i")
 
 
 class NotRunning(TerraceError):
@@ -131,7 +130,7 @@ class Door:
             return Silent(f"{self.path} may not be opened by this user", "run this as the user of the daemon")
         # A stopped process still has its connections taken by the kernel, until so many wait that it refuses more.
         if isinstance(error, (TimeoutError, BlockingIOError)):
-            pid = connection.peer() or holder(self._lock)
+            pid = listener_of(connection.sock) or holder(self._lock)
             who = f"process {pid}" if pid else "of which no process can be seen here"
             says = f"a daemon is there ({who}) but does not answer within {connection.timeout:g} s at {self.path}"
             if pid and _is_stopped(pid):
@@ -153,14 +152,6 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
         self.sock.connect(str(self._path))
-
-    def peer(self) -> int | None:
-        """The process that listens at the other end; None when that cannot be told from here."""
-        try:
-            found = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        except OSError:
-            return None
-        return int(_CREDENTIALS.unpack(found)[0]) or None
 
 
 def _is_stopped(pid: int) -> bool:

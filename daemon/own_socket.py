@@ -1,15 +1,33 @@
-"""The file of a Unix socket: whether a daemon listens on it, taking it over when none does, and whose it is then.
+"""The file of a Unix socket: which daemon listens on it, taking it over when none does, and whose it is then.
 
-Owns nothing. Called by both doors on the event loop and once before it. Imports ``tiers.errors``.
+Owns nothing. Called by both doors on the event loop and once before it, and by the command line. Imports
+``tiers.errors``.
 """
 
 import contextlib
 import os
 import socket
 import stat
+import struct
 from pathlib import Path
 
 from terracekv.tiers.errors import ConfigError, InUse
+
+_CREDENTIALS = struct.Struct("iII")
+
+
+def credentials_of(connection: socket.socket) -> tuple[int, int, int]:
+    """The process, user and group at the other end of a Unix socket, as the kernel noted them. OSError if over."""
+    pid, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid, gid
+
+
+def listener_of(connection: socket.socket) -> int | None:
+    """The process that listens at the other end; None when that cannot be told from here."""
+    try:
+        return credentials_of(connection)[0] or None
+    except OSError:
+        return None
 
 
 def nobody_listens(path: Path) -> None:
@@ -21,7 +39,9 @@ def nobody_listens(path: Path) -> None:
             probe.settimeout(1.0)
             with contextlib.suppress(TimeoutError, BlockingIOError):  # one that hangs is one that runs
                 probe.connect(str(path))
-        raise InUse(f"somebody listens on {path}", "stop that daemon, or choose another daemon.runtime_dir")
+            pid = listener_of(probe)
+        by = f"process {pid}" if pid else "somebody"
+        raise InUse(f"{by} listens on {path}", "stop that daemon, or choose another daemon.runtime_dir")
 
 
 def take_over(path: Path) -> None:

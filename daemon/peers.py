@@ -1,6 +1,7 @@
 """Who is at the other end of a Unix socket, as the kernel says.
 
-Owns nothing. Called by both doors on the event loop, once for each connection or request. Imports ``config_access``.
+Owns nothing. Called by both doors on the event loop, once for each connection or request. Imports ``config_access``
+and ``own_socket``.
 
 The kernel notes a peer's credentials when it connects, in the daemon's namespaces of users and processes: nobody can
 choose them, and a process of another container may show as pid 0.
@@ -13,8 +14,8 @@ import struct
 from dataclasses import dataclass
 
 from terracekv.daemon import config_access
+from terracekv.daemon.own_socket import credentials_of
 
-_CREDENTIALS = struct.Struct("iII")
 _PEERGROUPS = 59
 """SO_PEERGROUPS of asm-generic/socket.h, which Python's socket module does not name."""
 _GROUPS_BYTES = 1024
@@ -37,9 +38,7 @@ def peer_of(transport: asyncio.BaseTransport | None) -> Peer | None:
     if connection is None or connection.family != socket.AF_UNIX:
         return None
     try:
-        pid, uid, gid = _CREDENTIALS.unpack(
-            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
+        pid, uid, gid = credentials_of(connection)
         return Peer(pid, uid, gid, frozenset({gid}) | _groups(connection))
     except OSError:
         return None

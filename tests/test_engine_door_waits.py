@@ -2,6 +2,7 @@
 and its own end."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -333,7 +334,7 @@ def test_a_socket_left_behind_is_replaced_and_a_living_one_or_a_file_is_not(worl
         )
 
     async def story(w: World, doors: Doors) -> None:
-        with pytest.raises(InUse, match="listens"):
+        with pytest.raises(InUse, match=f"process {os.getpid()} listens"):
             await door_of(w).listen()
         assert isinstance(await doors.engine(), Peer)
 
