@@ -9,7 +9,6 @@ plain full attention over token ids runs as it would without us, and ``Report.wh
 """
 
 import contextlib
-import copy
 import hashlib
 import inspect
 import json
@@ -122,8 +121,8 @@ class TerraceCache:
         """
         clock = _FirstToken()
         kwargs["stopping_criteria"] = StoppingCriteriaList([clock, *(kwargs.get("stopping_criteria") or ())])
-        settings = copy.deepcopy(kwargs.get("generation_config") or self.model.generation_config)
-        for_model = settings.update(**kwargs)
+        # What a caller leaves open is the model's own setting; how the two are joined differs from version to version.
+        settings, for_model = self.model._prepare_generation_config(**{"generation_config": None} | kwargs)
         why = self._odd_prompt(input_ids) or self._odd_call(input_ids, settings, for_model)
         if why is not None:
             output = self.model.generate(input_ids, **kwargs)
@@ -255,8 +254,8 @@ class TerraceCache:
         pad, end = settings.pad_token_id, settings.eos_token_id
         if mask is None and pad is not None and pad not in (end if isinstance(end, list) else [end]):
             mask = input_ids != pad  # what generate makes of such a prompt
-        if mask is not None and not bool(mask.all()):
-            return "attention_mask: padding moves the positions of the tokens after it"
+        if mask is not None and not (mask.shape == input_ids.shape and bool((mask == 1).all())):
+            return "attention_mask: not a one for each token: padding moves the positions of the tokens after it"
         return None
 
 

@@ -145,11 +145,14 @@ def padded() -> dict[str, Any]:
         (padded, "attention_mask"),
         (lambda: {"generation_config": GenerationConfig(pad_token_id=int(prompt(5 * BLOCK)[0, 3]))}, "attention_mask"),
         (lambda: {"position_ids": torch.arange(1, 5 * BLOCK + 1)[None]}, "position_ids"),
+        (lambda: {"attention_mask": torch.full((1, 5 * BLOCK), 2)}, "attention_mask"),  # positions are sums of it
+        (lambda: {"attention_mask": torch.ones(1, 6 * BLOCK, dtype=torch.long)}, "attention_mask"),
         (lambda: {"num_beams": 2}, "beam_search"),
         (lambda: {"num_beams": 2, "num_return_sequences": 2}, "beam_search"),
         (lambda: {"cache_implementation": "static"}, "cache_implementation"),
         (lambda: {"use_cache": False}, "use_cache"),
         (lambda: {"cache": DynamicCache(config=MODEL.config)}, "cache:"),
+        (lambda: {"output_hidden_states": True}, "output_hidden_states"),
     ],
 )
 def test_a_call_that_brings_more_than_token_ids_runs_without_a_cache_and_says_so(
@@ -161,6 +164,26 @@ def test_a_call_that_brings_more_than_token_ids_runs_without_a_cache_and_says_so
     assert text == answer(MODEL, ids, **call())
     assert named in report.why
     assert (report.loaded_tokens, report.stored_blocks) == ({}, 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ({"pad_token_id": int(prompt(5 * BLOCK)[0, 3])}, "attention_mask"),
+        ({"num_beams": 2}, "beam_search"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"use_cache": False}, "use_cache"),
+    ],
+)
+def test_settings_of_the_models_own_hold_where_those_of_a_call_leave_them_open(
+    own: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODEL, "generation_config", GenerationConfig(**own))
+    ids, mine = prompt(5 * BLOCK), GenerationConfig(do_sample=False, max_new_tokens=12)
+    output, report = cached(MODEL).generate(ids, generation_config=mine)
+    assert torch.equal(output, MODEL.generate(ids, generation_config=mine))
+    assert named in str(report.why)
+    assert MemoryClient.blocks == {}
 
 
 def test_several_prompts_at_once_and_a_model_in_training_are_not_cached() -> None:
