@@ -64,9 +64,9 @@ class Host(HostTier):
 
 
 @contextmanager
-def host_in(folder: Path, slabs: int = 1) -> Iterator[Host]:
+def host_in(folder: Path, slabs: int = 1, eviction: str = "lru") -> Iterator[Host]:
     """Opened, and when all went well checked, and closed."""
-    host = Host(folder, slabs)
+    host = Host(folder, slabs, eviction)
     try:
         yield host
         host.check()

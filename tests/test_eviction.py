@@ -60,8 +60,9 @@ def test_the_oldest_tells_place_and_tick_of_its_last_use() -> None:
 
 def test_one_that_cannot_go_now_goes_last() -> None:
     order = filled(CHAIN)
-    order.spare(CHAIN[-1])
+    order.spare(CHAIN[-1], 9)
     assert order.ids() == [*CHAIN[-2::-1], CHAIN[-1]]
+    assert [rank for rank, _ in order.upcoming()][-1] == 9
     assert order.get(CHAIN[-1]) == len(CHAIN) - 1
 
 
@@ -91,7 +92,7 @@ def test_it_is_an_ordered_list_with_an_index(steps: list[tuple[str, int, int]]) 
             assert order.discard(id) == (start if id in model else None)
             model = [each for each in model if each != id]
         elif verb == "spare" and id in model:
-            order.spare(id)
+            order.spare(id, tick)
             model = [each for each in model if each != id] + [id]
     assert order.ids() == model and order.ids(2) == model[:2]
     assert dict(order.places()) == {id: CHAIN.index(id) for id in model}
@@ -217,7 +218,7 @@ def test_by_weight_without_frequency_is_least_recently_used(steps: list[tuple[st
             elif verb == "discard":
                 order.discard(id)
             elif verb == "spare" and id in order:
-                order.spare(id)
+                order.spare(id, tick)
     ours, plain = orders
     assert ours.ids() == plain.ids() and len(ours) == len(plain)
     assert dict(ours.places()) == dict(plain.places()) and ours.leading(CHAIN) == plain.leading(CHAIN)

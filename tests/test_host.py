@@ -188,6 +188,22 @@ def test_one_lease_in_the_way_spares_one_block_only(shm_dir: Path) -> None:
         host.release(lease)
 
 
+@pytest.mark.parametrize("eviction", ["lru", "frequency", "auto"])
+def test_a_namespace_of_which_all_is_leased_does_not_keep_those_of_others(shm_dir: Path, eviction: str) -> None:
+    """What is leased is the oldest, and however often it is passed over it is not the newest of all."""
+    with host_in(shm_dir, slabs=4, eviction=eviction) as host:
+        other = registered(host.namespaces, 2, BLOCK)
+        host.put_chain(host.namespace, CHAIN[:2])
+        leases = host.held(host.namespace, CHAIN[:2])
+        assert host.put_chain(other, [name(index) for index in range(100, 100 + 4 * SLOTS)])[:-2] == [STORED] * (
+            4 * SLOTS - 2
+        )
+        for index in (200, 210):
+            assert host.put_chain(other, [name(index), name(index + 1)]) == [STORED] * 2
+        assert listed(host) == [0, 1]
+        host.release(leases)
+
+
 def test_a_block_of_another_size_takes_the_slab_used_longest_ago(shm_dir: Path) -> None:
     with host_in(shm_dir, slabs=2) as host:
         large = registered(host.namespaces, 2, SLAB // 2)

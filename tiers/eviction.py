@@ -76,7 +76,7 @@ class Order(Protocol):
         """``(rank, id)`` of the blocks in the order in which they go."""
         ...
 
-    def spare(self, id: bytes) -> None:
+    def spare(self, id: bytes, tick: int) -> None:
         """A block that cannot go now (it is leased, so in use) goes last."""
         ...
 
@@ -151,7 +151,8 @@ class TailFirst(_Index):
     def upcoming(self) -> Iterator[tuple[int, bytes]]:
         return ((entry >> _PLACE_BITS, id) for id, entry in self._entries.items())
 
-    def spare(self, id: bytes) -> None:
+    def spare(self, id: bytes, tick: int) -> None:
+        self._entries[id] = tick << _PLACE_BITS | self._entries[id] & _PLACE_MASK
         self._entries.move_to_end(id)
 
     def discard(self, id: bytes) -> int | None:
@@ -219,10 +220,10 @@ class ByWeight(_Index):
     def upcoming(self) -> Iterator[tuple[int, bytes]]:
         return ((rank, id) for rank in sorted(self._ranks) for id in self._ranks[rank])
 
-    def spare(self, id: bytes) -> None:
+    def spare(self, id: bytes, tick: int) -> None:
         entry = self._entries[id]
         self._unfile(id, entry >> _PLACE_BITS)
-        self._file(id, max(self._ranks, default=self._now()), entry & _PLACE_MASK)
+        self._file(id, max(self._now(), max(self._ranks, default=0)), entry & _PLACE_MASK)
 
     def discard(self, id: bytes) -> int | None:
         entry = self._entries.pop(id, None)

@@ -251,14 +251,16 @@ class SlotTier(SlotBooks):
         tenant = self.shares.tenant(space.namespace.id)
         wanted = min(wanted, limit // space.slot_bytes)
         own = [each for each in self._spaces.values() if self.shares.tenant(each.namespace.id) == tenant]
-        held, spared = self.shares.of(tenant), 0
-        while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)) and spared <= len(self._leases):
+        held, spared = self.shares.of(tenant), set[int]()
+        while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)):
             victim, id, place = oldest
             if victim is space and id in keep:
                 break
-            if place * RECORD_BYTES in self._leases:
-                victim.order.spare(id)
-                spared += 1
+            if place in spared:
+                own.remove(victim)
+            elif place * RECORD_BYTES in self._leases:
+                victim.order.spare(id, self._tick)
+                spared.add(place)
             else:
                 self._drop(victim, [id], "quota")
                 held -= victim.slot_bytes
@@ -266,15 +268,18 @@ class SlotTier(SlotBooks):
 
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
-        spared, spared_max, in_use = 0, len(self._leases) + 8, set[int]()
+        spaces, spared, in_use = list(self._spaces.values()), set[int](), set[int]()
         while self._table.free_slots(space.slot_bytes) < wanted:
-            oldest = oldest_of(self._spaces.values())
-            if oldest is None or spared > spared_max:
+            oldest = oldest_of(spaces)
+            if oldest is None:
                 return
             victim, id, place = oldest
             record = place * RECORD_BYTES
             if victim is space and id in keep:
                 return
+            if place in spared:  # it went last: nothing of this space can go
+                spaces.remove(victim)
+                continue
             if victim.slot_bytes == space.slot_bytes:
                 if record not in self._leases:
                     self._drop(victim, [id], "capacity")
@@ -283,9 +288,8 @@ class SlotTier(SlotBooks):
                 if self._empty_slab(slab):
                     continue
                 in_use.add(slab)
-                spared_max += len(self._table.slots_in_slab(slab))  # all may be older than any other slab's
-            victim.order.spare(id)
-            spared += 1
+            victim.order.spare(id, self._tick)
+            spared.add(place)
 
     def _empty_slab(self, slab: int) -> bool:
         """Evict a whole slab for another slot size, unless any of its slots is in use."""
