@@ -263,8 +263,9 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """A layer whose K and V are the leading tokens of memory with room for more: appending copies only what is new,
     and loaded blocks are put straight where attention reads them.
 
-    Once anything else has replaced ``keys`` (cropping, reordering, repeating), or the room is used up, it grows by
-    concatenation like the ``DynamicLayer`` that it is.
+    Once anything else has replaced ``keys`` (cropping, reordering, repeating), the room is used up, or torch does not
+    let it be written to (with gradients, or outside the inference mode that it was made in), it grows by concatenation
+    like the ``DynamicLayer`` that it is.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -285,7 +286,9 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]
         start = self.keys.shape[2] if self.is_initialized else 0
         end = start + key_states.shape[2]
         ours = self.keys is self._held[0] and self.values is self._held[1]
-        if not ours or end > self._room[0].shape[2]:
+        if self._room[0].is_inference() and not torch.is_inference_mode_enabled():
+            ours = False
+        if not ours or torch.is_grad_enabled() or end > self._room[0].shape[2]:
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
         for memory, states in zip(self._room, (key_states, value_states), strict=True):
             memory[:, :, start:end] = states

@@ -204,6 +204,23 @@ def test_a_cache_returned_by_prefill_serves_a_loop_of_ones_own() -> None:
     assert tokens == expected
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_cache_returned_by_prefill_serves_also_where_its_memory_cannot_be_written(inference: bool) -> None:
+    """With gradients, and outside the inference mode that it was made in."""
+    ids, more = prompt(3 * BLOCK), prompt(2, seed=1)
+    with torch.inference_mode(inference):
+        ours = cached(MODEL).prefill(ids, ahead_tokens=8).cache
+    with torch.set_grad_enabled(not inference):
+        for token in more[0]:
+            output = MODEL(token.view(1, 1), **{"past_key_values": ours}, use_cache=True)
+    torch.testing.assert_close(
+        output.logits[:, -1], MODEL(torch.cat([ids, more], 1)).logits[:, -1], rtol=1e-3, atol=1e-4
+    )
+    if not inference:
+        output.logits.sum().backward()
+        MODEL.zero_grad()
+
+
 def test_a_prompt_gets_the_memory_of_the_last_one_unless_that_is_still_in_use() -> None:
     cache = cached(MODEL)
     first = cache.prefill(prompt(4 * BLOCK, 1))
