@@ -1,7 +1,8 @@
 """Prefix caching for Hugging Face transformers: look up, load what is stored, prefill the rest, store what is new.
 
 ``TerraceCache`` owns a client and nothing of the model's. Called by the engine's one thread, one prompt at a time.
-Imports torch and transformers (no other module does) and ``connector.client``, ``layout`` and ``report``.
+Imports torch and transformers, ``connector.client``, ``layout``, ``report`` and ``transformers_weights``; only that one
+imports torch as well.
 
 The output is that of a run without a cache: a block holds what this model computed for exactly this prefix, and the
 last token of a prompt is always computed. Trouble with the daemon is a miss. A model or a call whose KV is more than
@@ -9,9 +10,7 @@ plain full attention over token ids runs as it would without us, and ``Report.wh
 """
 
 import contextlib
-import hashlib
 import inspect
-import json
 import mmap
 import time
 import weakref
@@ -28,10 +27,10 @@ from transformers.cache_utils import DynamicLayer
 from terracekv.connector.client import Client
 from terracekv.connector.layout import Blocks, Plane, layout_of
 from terracekv.connector.report import Report, tokens_by_tier
+from terracekv.connector.transformers_weights import weights_digest
 
 AHEAD_TOKENS_MAX = 1024
 """Room kept for generated tokens beyond the prompt; past it a layer grows by concatenation, as it does without us."""
-SAMPLED_WORDS = 64
 
 
 class Prefilled(NamedTuple):
@@ -330,27 +329,6 @@ class _FirstToken(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.ttft_ms = self.ttft_ms or _since(self._started)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def weights_digest(model: PreTrainedModel) -> str:
-    """32 hex digits over the config and every parameter and buffer: name, shape, dtype, a 64-bit sum of all its
-    words, and 64 words at even distances.
-
-    It reads all weights once, at memory speed. The sum notices a change of any one word, the sample a change of
-    order; an edit made to keep both is not defended against: pass a ``revision`` where weights come from strangers.
-    Another version of transformers may write another config, and so start with an empty cache.
-    """
-    config = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")}
-    config.pop("transformers_version", None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(chain(model.named_parameters(), model.named_buffers())):
-        digest.update(f"\0{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        whole = raw.numel() // 8 * 8
-        words = raw[:whole].view(torch.int64)
-        sample = words[:: max(1, words.numel() // SAMPLED_WORDS)]
-        digest.update(f"{words.sum().item()}\0{sample.tolist()}\0{raw[whole:].tolist()}".encode())
-    return digest.hexdigest()[:32]
 
 
 def _unfit(model: PreTrainedModel) -> str | None:

@@ -15,7 +15,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from terracekv.connector.transformers import weights_digest
+from terracekv.connector.transformers_weights import weights_digest
 from terracekv.tests.tiny_engine import (
     BLOCK,
     MODEL,
@@ -68,9 +68,23 @@ def test_the_digest_of_weights_is_that_of_their_bytes_and_notices_one_changed_el
         two.get_buffer("odd")[2] = 4
         assert weights_digest(one) != weights_digest(two)
         two.get_buffer("odd")[2] = 3
-        down = two.get_parameter("model.layers.1.mlp.down_proj.weight")
-        down.copy_(down.flip(0))
-        assert weights_digest(one) != weights_digest(two)
+        embedding = two.get_parameter("model.embed_tokens.weight")
+        for other in (48, 51, 150):  # in the same row of words, and in others
+            embedding[[50, other]] = embedding[[other, 50]]
+            assert weights_digest(one) != weights_digest(two), other
+            embedding[[50, other]] = embedding[[other, 50]]
+        assert weights_digest(one) == weights_digest(two)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_the_digest_of_weights_has_those_that_a_quantized_layer_has_packed() -> None:
+    def quantized(model: PreTrainedModel) -> PreTrainedModel:
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+
+    one, two, other = tiny(), tiny(), tiny()
+    with torch.no_grad():
+        other.get_parameter("model.layers.1.self_attn.k_proj.weight")[3] *= -1
+    assert weights_digest(quantized(one)) == weights_digest(quantized(two)) != weights_digest(quantized(other))
 
 
 def sliding() -> PreTrainedModel:
