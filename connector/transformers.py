@@ -231,7 +231,9 @@ class TerraceCache:
             return f"input_ids of shape {tuple(input_ids.shape)}: one prompt at a time is cached"
         if self.model.training:
             return "the model is in training mode: dropout"
-        return _adapters(self.model)
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast: KV is rounded otherwise than without it"
+        return _changed(self.model)
 
     def _odd_call(self, input_ids: torch.Tensor, settings: GenerationConfig, others: Mapping[str, Any]) -> str | None:
         """What in a call of ``generate`` makes KV depend on more than the token ids, or needs a cache of its own.
@@ -350,12 +352,17 @@ def _unfit(model: PreTrainedModel) -> str | None:
     devices = {tensor.device.type for tensor in model.parameters()}
     if devices != {"cpu"}:
         return f"weights on {', '.join(sorted(devices))}: only models on the CPU are cached"
-    return _adapters(model)
+    return _changed(model)
 
 
-def _adapters(model: PreTrainedModel) -> str | None:
+def _changed(model: PreTrainedModel) -> str | None:
+    """What changes KV beside the weights. Hooks of transformers' own only note what passes."""
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         return "adapters: what they do to KV is not part of the namespace; merge them into the weights"
+    for name, module in model.named_modules():
+        for hook in chain(module._forward_pre_hooks.values(), module._forward_hooks.values()):
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return f"a hook on {name or 'the model'}: what it does to KV is not part of the namespace"
     return None
 
 

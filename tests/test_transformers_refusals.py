@@ -140,6 +140,22 @@ def test_the_namespace_bears_the_dtype_of_k_and_v() -> None:
     assert cached(tiny(dtype=torch.bfloat16)).client.dtype == "bfloat16"  # type: ignore[union-attr]
 
 
+def test_what_changes_kv_beside_the_weights_is_seen_at_each_call() -> None:
+    model, ids = tiny(), prompt(5 * BLOCK)
+    cache, expected = cached(model), answer(model, ids)
+    steered = model.model.layers[1].register_forward_hook(lambda layer, inputs, output: output + 1.0)
+    text, report = answer_with(cache, ids)
+    assert text == answer(model, ids) != expected
+    assert "a hook on model.layers.1" in report.why and "a hook" in str(cached(model).unfit)
+    steered.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "autocast" in answer_with(cache, ids)[1].why
+    assert MemoryClient.blocks == {}
+    model.generate(ids, max_new_tokens=1, output_hidden_states=True, return_dict_in_generate=True)  # leaves hooks
+    assert answer_with(cache, ids)[0] == expected
+    assert answer_with(cache, ids)[1].loaded_tokens == {"host": 4 * BLOCK}
+
+
 def test_an_encoder_decoder_is_refused_by_name() -> None:
     config = T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
