@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from terracekv.daemon import protocol
-from terracekv.daemon.protocol import LENGTH, Found, Welcome
+from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, Found, Welcome
 
 JOIN_S = 1.0
 """Time for a daemon to answer Hello."""
@@ -79,11 +79,15 @@ class Connection:
         return self._next
 
     def tell(self, message: protocol.Request, deadline: float) -> None:
-        """Send what is not answered. Trouble("refused") when the message has no bytes: then nothing was sent."""
+        """Send what is not answered. Trouble("refused") when the message has no bytes, or more than the daemon reads
+        before it hangs up: then nothing was sent."""
         try:
             framed = protocol.frame(message)
         except (OverflowError, ValueError, struct.error) as error:
             raise Trouble("refused", f"{type(message).__name__} cannot be sent: {error}") from None
+        if (size := len(framed) - LENGTH.size) > FRAME_BYTES_MAX:
+            most = f"more than {FRAME_BYTES_MAX}: ask for fewer keys at once, or make blocks larger"
+            raise Trouble("refused", f"{type(message).__name__} of {size} bytes, {most}")
         self._socket.settimeout(left(deadline))
         self._socket.sendall(framed)
 
