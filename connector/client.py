@@ -100,6 +100,7 @@ class Client:
             engine, self.near.uuid, access,
         )  # fmt: skip
         self._lock = threading.Lock()
+        self._turn_of: int | None = None  # the thread in whose call the lock is held
         self._joining = threading.Lock()
         self._session: Connection | None = None
         self._welcome: Welcome | None = None
@@ -225,15 +226,14 @@ class Client:
             return Stored(why=self._trouble(error))
 
     def close(self) -> None:
-        """End the session and the joining. Idempotent."""
+        """End the session and the joining. Idempotent. From within a call, by a copy or a signal, when that ends."""
         self._closing.set()
+        if self._turn_of == threading.get_ident():
+            return
         if self._joiner is not None:
             self._joiner.join()
         with self._lock:
-            self._leave()
-            if self._arena is not None:
-                self._arena.close()
-                self._arena = None
+            self._end()
 
     def _fill(self, reserved: protocol.Reserved, gather: Copy, ahead: Ahead, commits: Commits) -> None:
         for index, slot in enumerate(reserved.slots):
@@ -282,6 +282,8 @@ class Client:
         try:
             welcome = connection.hello(self._hello, deadline)
             with self._lock:
+                if self._closing.is_set():
+                    raise Trouble("no_daemon", "the client was closed meanwhile")
                 self._start(connection, welcome, deadline)
         except BaseException:
             connection.close()
@@ -353,6 +355,13 @@ class Client:
         if self._arena is not None:
             self._arena.unlock()
 
+    def _end(self) -> None:
+        """Under the lock: the client is closed. Idempotent."""
+        self._leave()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
     def _trouble(self, error: Exception) -> str:
         why = (
             error.why if isinstance(error, Trouble) else "deadline" if isinstance(error, TimeoutError) else "no_daemon"
@@ -368,7 +377,7 @@ class Client:
 
         Other threads of the parent, which are not there in the child, may have been inside any lock."""
         self._hello.pid, self._hello.gpu = os.getpid(), ""
-        self._lock = threading.Lock()
+        self._lock, self._turn_of = threading.Lock(), None
         self._joining = threading.Lock()
         closing, self._closing = self._closing.is_set(), threading.Event()
         if closing:

@@ -19,10 +19,12 @@ class Holder(Protocol):
     _lock: threading.Lock
     _session: Connection | None
     _closing: threading.Event
+    _turn_of: int | None
 
     def _join_at_once(self, deadline: float) -> None: ...
     def _join_later(self, what: str = "") -> None: ...
     def _leave(self) -> None: ...
+    def _end(self) -> None: ...
 
 
 class Turn:
@@ -37,13 +39,14 @@ class Turn:
         client = self._client
         if not client._lock.acquire(timeout=max(0.0, self._deadline - time.monotonic())):
             raise Trouble("deadline", "another request holds the session")
+        client._turn_of = threading.get_ident()
         try:
             session = self._joined()
         except BaseException:  # Ctrl-C, or an error of the engine's own: nobody else would let go of the lock
-            client._lock.release()
+            self._let_go()
             raise
         if session is None:
-            client._lock.release()
+            self._let_go()
             client._join_later()  # normally under way already
             raise Trouble("no_daemon", client.last_trouble or "not joined")
         return session
@@ -56,7 +59,7 @@ class Turn:
                 client.last_trouble = str(error) or type(error).__name__
                 client._leave()
         finally:
-            client._lock.release()
+            self._let_go()
         if in_step or client._closing.is_set():
             return
         if isinstance(error, TimeoutError):
@@ -66,6 +69,15 @@ class Turn:
             client._join_later()
         else:
             client._join_later(f"the session with the daemon at {client.path} has failed ({client.last_trouble})")
+
+    def _let_go(self) -> None:
+        """The turn is over, and with it the client where it was closed meanwhile, perhaps from within the turn."""
+        try:
+            if self._client._closing.is_set():
+                self._client._end()
+        finally:
+            self._client._turn_of = None
+            self._client._lock.release()
 
     def _joined(self) -> Connection | None:
         """Under the lock: the session, a new one where the daemon has hung up and another is there already."""

@@ -302,6 +302,23 @@ def test_a_closed_client_misses_and_stays_closed(daemon: Daemon, call: str) -> N
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("terracekv")]
 
 
+@pytest.mark.parametrize("call", ["load", "store"])
+def test_a_client_that_is_closed_within_its_own_call_ends_with_it(daemon: Daemon, call: str) -> None:
+    """As by a copy, or by the handler of a signal that comes meanwhile."""
+    client = daemon.client()
+    keys = client.chain(1, 2)
+    if call == "load":
+        client.put(keys)
+    copy = threading.Thread(
+        target=getattr(client, call), args=(keys, lambda index, payload: client.close()), daemon=True
+    )
+    copy.start()
+    copy.join(30.0)
+    assert not copy.is_alive(), "close waits for the call that it is part of"
+    assert not client.joined and client.lookup(keys).reason == "no_daemon"
+    client.close()
+
+
 @pytest.mark.fault(67)
 def test_a_forked_child_has_its_own_session_and_leaves_its_parents_alone(daemon: Daemon) -> None:
     """Forked in the middle of a store, while another thread waits for its turn."""
