@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     DynamicCache,
     GenerationConfig,
     MistralConfig,
@@ -100,6 +102,16 @@ def stretched() -> PreTrainedModel:
     return tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=16)
 
 
+def encoder() -> PreTrainedModel:
+    """As a BERT is made for generating when nobody said that it is a decoder."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        is_decoder=False, initializer_range=0.3, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return BertLMHeadModel(config).eval()
+
+
 def adapted() -> PreTrainedModel:
     model = tiny()
     model.peft_config = {}
@@ -112,6 +124,7 @@ def adapted() -> PreTrainedModel:
         (sliding, "DynamicSlidingWindowLayer"),
         (stretched, "rope_type dynamic"),
         (adapted, "adapters"),
+        (encoder, "depends on the tokens after it"),
         (lambda: tiny(use_bidirectional_attention=True), "use_bidirectional_attention"),
     ],
 )
