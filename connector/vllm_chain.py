@@ -17,13 +17,31 @@ ADAPTERS_MAX = 256
 
 
 class Adapters:
-    """Content digests of LoRA adapters, read once for each state of their files. Used by the lookup thread only."""
+    """Content digests of LoRA adapters, read once for each state of their files. Used by the lookup thread only.
+
+    vLLM knows an adapter by its number, and goes on with what it read under it whatever becomes of the files: a number
+    stands for what was in them at first. Once they held something else, nobody here can tell which of the two vLLM has.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], bytes] = {}
+        self._numbers: dict[int, bytes | None] = {}
+        """What each number stands for, and None for one that stood for two things; as many as adapters were used."""
 
-    def digest(self, path: str) -> bytes:
-        """Raises OSError or ValueError when the adapter cannot be read."""
+    def digest(self, adapter: Any) -> bytes:
+        """``adapter`` is vLLM's LoRARequest. Raises OSError or ValueError when it cannot be read, and ValueError when
+        its number stood for something else before."""
+        found = self._digest(adapter.lora_path)
+        if self._numbers.setdefault(adapter.lora_int_id, found) != found:
+            self._numbers[adapter.lora_int_id] = None
+            raise ValueError(
+                f"{adapter.lora_path}: adapter number {adapter.lora_int_id} was another one before, and which of them"
+                " vLLM has cannot be known. Load changed weights from a new folder, as an adapter with a number of its"
+                " own"
+            )
+        return found
+
+    def _digest(self, path: str) -> bytes:
         states = [
             (entry.name, (stat := entry.stat()).st_ino, stat.st_size, stat.st_mtime_ns)
             for entry in sorted(os.scandir(path), key=lambda entry: entry.name)
@@ -50,10 +68,10 @@ class Chain:
 
     def begin(self, namespace: bytes, adapters: Adapters) -> None:
         """Compute the keys of the tokens that there are. Lookup thread. Raises OSError or ValueError for an adapter
-        that cannot be read."""
+        that cannot be read or is not certain."""
         request = self.request
         if request.lora_request is not None:
-            self._lora = adapters.digest(request.lora_request.lora_path)
+            self._lora = adapters.digest(request.lora_request)
         tokens = list(request.all_token_ids)
         extras = self._extras(0, len(tokens) // self.block_tokens)
         self.keys = block_keys(namespace, tokens, self.block_tokens, extras)

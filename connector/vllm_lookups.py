@@ -152,7 +152,7 @@ class Lookups:
             if tokens and not answer.over:
                 self._look(chain, answer, tokens)
         except (OSError, ValueError) as error:
-            log.warning("an adapter cannot be read: its requests are not cached: %s", error)
+            log.warning("requests of an adapter are not cached: %s", error)
             answer.why = UNREADABLE
         finally:
             answer.found = time.monotonic()

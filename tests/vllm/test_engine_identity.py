@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,14 +22,16 @@ from terracekv.tiers.block import block_keys
 
 Make = Callable[..., Engine]
 LONG_AGO_S = 3600.0
+_numbers = count(1)
 NAMESPACE = bytes(range(32))
 
 
-def adapter(folder: Path, weights: bytes, name: str = "adapter") -> SimpleNamespace:
+def adapter(folder: Path, weights: bytes, name: str = "adapter", number: int | None = None) -> SimpleNamespace:
+    """Without ``number`` it has one of its own."""
     folder.mkdir(parents=True)
     (folder / "adapter_model").write_bytes(weights)
     (folder / "adapter_config.json").write_text("{}")
-    return SimpleNamespace(lora_name=name, lora_int_id=1, lora_path=str(folder))
+    return SimpleNamespace(lora_name=name, lora_int_id=number or next(_numbers), lora_path=str(folder))
 
 
 def item(identifier: str, offset: int, length: int) -> SimpleNamespace:
@@ -69,6 +72,30 @@ def test_an_adapter_is_what_it_holds_and_not_what_it_is_called(engine: Make, tmp
         assert loaded(first, prompt("3", 50, lora_request=changed)) == 0
         (Path(changed.lora_path) / "adapter_model").write_bytes(b"third weights")
         assert loaded(first, prompt("4", 50, lora_request=changed)) == 0, "rewritten in place"
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize("change", ["rewritten in place", "another folder under the same number"])
+def test_an_adapter_whose_files_changed_under_its_number_is_not_cached(
+    engine: Make, tmp_path: Path, change: str
+) -> None:
+    """vLLM goes on with what it has read: what it computes belongs to the first, and the files say the second."""
+    one = adapter(tmp_path / "a", b"first")
+    with engine() as first:
+        assert loaded(first, prompt("1", 50, lora_request=one)) == 0
+        if change == "rewritten in place":
+            second = one
+            (tmp_path / "a" / "adapter_model").write_bytes(b"second")
+        else:
+            second = adapter(tmp_path / "b", b"second", number=one.lora_int_id)
+        for number in range(2):
+            assert loaded(first, prompt(f"2{number}", 50, lora_request=second)) == 0, "it cannot be known which it is"
+        (tmp_path / "a" / "adapter_model").write_bytes(b"first")
+        assert loaded(first, prompt("3", 50, lora_request=one)) == 0, "vLLM may have read the second meanwhile"
+        assert first.half is not None and first.half.take_stats()["skipped/adapter_unreadable"] == 3
+    with engine() as other:
+        assert loaded(other, prompt("4", 50, lora_request=adapter(tmp_path / "c", b"second"))) == 0, "never stored"
+        assert loaded(other, prompt("5", 50, lora_request=adapter(tmp_path / "d", b"first"))) == 48
 
 
 def test_an_adapter_that_cannot_be_read_is_not_cached(engine: Make, tmp_path: Path) -> None:
