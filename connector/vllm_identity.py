@@ -16,6 +16,9 @@ from terracekv.connector.vllm_weights import weights_digest
 
 VOLATILE = {"transformers_version", "name_or_path", "torch_dtype", "dtype"}
 """Of a model's config: what says where it was read or by what, and not what it is."""
+BY_CONTEXT = ("longrope", "llama4")
+"""In the config of models whose KV depends on how long a context the engine allows: on the factors of their rotary
+embeddings, say."""
 
 
 def model_name(config: Any, given: str = "") -> str:
@@ -70,6 +73,8 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
         "data_parallel_size",
     ):
         found[name] = getattr(parallel, name, 1)
+    if any(name in text for name in BY_CONTEXT):
+        found["max_model_len"] = model.max_model_len
     speculative = getattr(config, "speculative_config", None)
     if speculative is not None:
         found["drafter"] = f"{speculative.method} {getattr(speculative, 'model', None)}"

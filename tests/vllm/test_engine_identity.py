@@ -265,10 +265,13 @@ def test_generated_tokens_go_on_with_the_chain_of_the_prompt(tmp_path: Path) -> 
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    hf = SimpleNamespace(_commit_hash=None, to_dict=lambda: {"hidden": changes.get("hidden", 8), "_x": object()})
+    rope = {"rope_type": changes.get("rope", "default")}
+    about = {"hidden": changes.get("hidden", 8), "rope_parameters": rope, "_x": object()}
+    hf = SimpleNamespace(_commit_hash=None, to_dict=lambda: about)
     model = SimpleNamespace(
-        model=changes.get("model", "org/name"), dtype="torch.bfloat16", quantization=None, hf_config=hf, revision=None
-    )
+        model=changes.get("model", "org/name"), dtype="torch.bfloat16", quantization=None, hf_config=hf, revision=None,
+        max_model_len=changes.get("context", 4096),
+    )  # fmt: skip
     cache = SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto"), calculate_kv_scales=changes.get("scales"))
     parallel = SimpleNamespace(
         tensor_parallel_size=changes.get("tp", 1), pipeline_parallel_size=changes.get("pp", 1), data_parallel_size=1
@@ -297,6 +300,11 @@ def test_whatever_shapes_a_page_is_part_of_its_name() -> None:
     assert len({plain, *others}) == 1 + len(others)
     with pytest.raises(ValueError, match="differ from run to run"):
         told(scales=True)
+
+
+def test_a_models_context_is_part_of_the_name_where_its_kv_depends_on_it() -> None:
+    assert told(context=1024) == told(context=8192)
+    assert told(rope="longrope", context=1024) != told(rope="longrope", context=8192)
 
 
 @pytest.fixture(autouse=True)
