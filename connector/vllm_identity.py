@@ -20,6 +20,12 @@ BY_CONTEXT = ("longrope", "llama4")
 """In the config of models whose KV depends on how long a context the engine allows: on the factors of their rotary
 embeddings, say."""
 
+OF_ITEMS = (
+    "mm_processor_kwargs", "mm_device_do_normalize", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+    "video_pruning_rate", "video_pruning_method",
+)  # fmt: skip
+"""Settings of an engine that decide what becomes of a picture, and that its name does not tell."""
+
 
 def model_name(config: Any, given: str = "") -> str:
     """As given, or as vLLM has it; of a folder only its last part, so that it is the same wherever the folder is."""
@@ -73,6 +79,9 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
         "data_parallel_size",
     ):
         found[name] = getattr(parallel, name, 1)
+    if (multimodal := getattr(model, "multimodal_config", None)) is not None:
+        settings = {name: getattr(multimodal, name, None) for name in OF_ITEMS}
+        found["multimodal"] = json.dumps(settings, sort_keys=True, default=str)
     if any(name in text for name in BY_CONTEXT):
         found["max_model_len"] = model.max_model_len
     speculative = getattr(config, "speculative_config", None)
@@ -81,6 +90,14 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
     if any("CPU" in backend for backend in backends.values()):
         found["isa"] = cpu_flags()
     return found
+
+
+def items_named(config: Any) -> bool:
+    """Whether multimodal items bear names of what they are. Without any cache of its own vLLM numbers them instead, and
+    begins at 1 with each start."""
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    cached = config.cache_config.enable_prefix_caching or getattr(multimodal, "mm_processor_cache_gb", 1) > 0
+    return multimodal is None or bool(cached)
 
 
 def _read_how(load: Any) -> list[str]:

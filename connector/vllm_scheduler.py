@@ -44,6 +44,8 @@ class Shape:
     ranks: int = 1
     """Workers, each of which reports every store."""
     eagle: bool = False
+    items_named: bool = True
+    """Whether two multimodal items of one name are the same."""
     lag_tokens: int = 0
     """How far behind the drafter's KV may be of the model's."""
 
@@ -309,6 +311,8 @@ class SchedulerHalf:
                 log.warning("request %.80r is not cached, nor are others like it: %s", request.request_id, error)
         if getattr(request, "resumable", False):
             why, wish = "streaming_input", Wish(read=False, write=False)
+        if getattr(request, "mm_features", None) and not self._shape.items_named:
+            why, wish = "unnamed_items", Wish(read=False, write=False)
         if why is not None:
             self.stats[f"skipped/{why}"] += 1
         no_reuse = bool(getattr(request, "skip_reading_prefix_cache", False))

@@ -13,7 +13,7 @@ from typing import Any
 
 from terracekv.connector.client import Client
 from terracekv.connector.leases import Leases
-from terracekv.connector.vllm_identity import facts, fingerprint, kv_dtype, model_name, revision
+from terracekv.connector.vllm_identity import facts, fingerprint, items_named, kv_dtype, model_name, revision
 from terracekv.connector.vllm_layout import GroupSpec, Pages, Unfit, alignment, block_tokens_for
 from terracekv.connector.vllm_log import log_beside_vllm
 from terracekv.connector.vllm_lookups import Lookups
@@ -108,6 +108,7 @@ def scheduler_half(
         align=align,
         ranks=len(ranks),
         eagle=eagle,
+        items_named=items_named(config),
         lag_tokens=1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0) if eagle else 0,
     )
     session = partial(

@@ -42,6 +42,8 @@ class Engine:
         policy: str = "recompute",
         eagle: bool = False,
         older: bool = False,
+        items_cache_gb: float = 4.0,
+        prefix_caching: bool = True,
         weights: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
         make: Callable[..., Rank] = Rank,
@@ -85,7 +87,11 @@ class Engine:
         drafter = SimpleNamespace(use_eagle=lambda: True, num_speculative_tokens=0)
         self.half = vllm_start.scheduler_half(
             [rank.introduction for rank in self.ranks],
-            SimpleNamespace(speculative_config=drafter if eagle else None),
+            SimpleNamespace(
+                speculative_config=drafter if eagle else None,
+                model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=items_cache_gb)),
+                cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+            ),
             self.options,
             reads=True,
             writes=True,

@@ -127,6 +127,23 @@ def test_a_picture_counts_with_all_its_bits_and_its_place(engine: Make) -> None:
     assert keys(prompt("5", 50, mm_features=[item(picture, 20, 10)]))[:2] == keys(prompt("6", 50))[:2]
 
 
+@pytest.mark.fault(26)
+def test_pictures_that_bear_numbers_instead_of_names_are_not_cached(engine: Make) -> None:
+    """The first picture after a start is called as the first after the start before, whatever it shows."""
+    first_picture = [item("renderer0-mm-1-image-0", 20, 10)]
+    without: dict[str, Any] = {"items_cache_gb": 0.0, "prefix_caching": False}
+    for start in range(2):
+        with engine(**without) as started:
+            assert loaded(started, prompt(f"picture {start}", 50, mm_features=first_picture)) == 0
+            assert loaded(started, prompt(f"text {start}", 50)) == 48 * start, "only words"
+            assert started.half is not None and started.half.take_stats()["skipped/unnamed_items"] == 1
+    one_cache: list[dict[str, Any]] = [{"items_cache_gb": 0.0}, {"prefix_caching": False}]
+    for with_one in one_cache:
+        with engine(**with_one) as named:
+            loaded(named, prompt("a", 50, mm_features=[item(f"{with_one}", 20, 10)]))
+            assert loaded(named, prompt("b", 50, mm_features=[item(f"{with_one}", 20, 10)])) == 48
+
+
 @pytest.mark.fault(27)
 def test_keys_are_whole_sha_256_digests_of_the_whole_prefix() -> None:
     import hashlib
@@ -270,7 +287,7 @@ def config(**changes: Any) -> SimpleNamespace:
     hf = SimpleNamespace(_commit_hash=None, to_dict=lambda: about)
     model = SimpleNamespace(
         model=changes.get("model", "org/name"), dtype="torch.bfloat16", quantization=None, hf_config=hf, revision=None,
-        max_model_len=changes.get("context", 4096),
+        max_model_len=changes.get("context", 4096), multimodal_config=changes.get("multimodal"),
     )  # fmt: skip
     cache = SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto"), calculate_kv_scales=changes.get("scales"))
     parallel = SimpleNamespace(
@@ -300,6 +317,17 @@ def test_whatever_shapes_a_page_is_part_of_its_name() -> None:
     assert len({plain, *others}) == 1 + len(others)
     with pytest.raises(ValueError, match="differ from run to run"):
         told(scales=True)
+
+
+def test_what_an_engine_makes_of_pictures_is_part_of_the_name() -> None:
+    made: list[dict[str, Any]] = [
+        {},
+        {"mm_processor_kwargs": {"do_resize": False}},
+        {"video_pruning_rate": 0.5},
+        {"mm_encoder_attn_dtype": "fp8"},
+    ]
+    assert len({told(), *(told(multimodal=SimpleNamespace(**settings)) for settings in made)}) == 5
+    assert told(multimodal=SimpleNamespace()) == told(multimodal=SimpleNamespace(mm_processor_cache_gb=8))
 
 
 def test_a_models_context_is_part_of_the_name_where_its_kv_depends_on_it() -> None:
