@@ -60,7 +60,8 @@ class TerraceTier(SecondaryTierManager):  # type: ignore[misc]
             "vllm": ".".join(vllm.__version__.split(".")[:2]),
             "groups": [(group.tokens_per_block, sorted(group.layer_names)) for group in config.groups],
             "chunk": (config.cache.tokens_per_hash, config.cache.blocks_per_chunk),
-            "ranks": [config.parallel.tp_size, config.parallel.pp_size, config.parallel.pcp_size],
+            "ranks": [getattr(config.parallel, f"{kind}_size", 1) for kind in ("tp", "pp", "pcp", "dcp")],
+            "order": [getattr(config, name, False) for name in ("canonical_layout", "replicated_layout")],
             "cache_layout": str(config.kv_cache_layout),
             "isa": cpu_flags(),
         }

@@ -27,13 +27,22 @@ def daemon(shm_dir: Path, tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
 
 
-def tier(memory: "np.ndarray[Any, np.dtype[np.uint8]]", socket: Path, **changes: Any) -> Any:
+def tier(
+    memory: "np.ndarray[Any, np.dtype[np.uint8]]",
+    socket: Path,
+    *,
+    dcp_size: int = 1,
+    canonical_layout: bool = False,
+    **changes: Any,
+) -> Any:
     config = SimpleNamespace(
         model=SimpleNamespace(name="org/model", dtype="bfloat16"),
         groups=[SimpleNamespace(tokens_per_block=16, layer_names=("a",))],
         cache=SimpleNamespace(tokens_per_hash=16, blocks_per_chunk=1),
-        parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1),
+        parallel=SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=dcp_size),
         kv_cache_layout="LBNHC",
+        canonical_layout=canonical_layout,
+        replicated_layout=False,
     )
     wanted = {"type": "TerraceTier", "module_path": TerraceTier.__module__, "socket": str(socket), "revision": "r"}
     return SecondaryTierFactory.create_secondary_tier(wanted | changes, memory.data, SimpleNamespace(config=config))
@@ -86,6 +95,17 @@ def test_a_chunk_that_does_not_come_fails_alone_once_and_is_no_longer_offered(da
     (result,) = done(one)
     assert not result.success and list(one.get_finished_jobs()) == []
     one.shutdown()
+
+
+@pytest.mark.parametrize("other", [{"canonical_layout": True}, {"dcp_size": 2}])
+def test_chunks_of_one_size_that_are_laid_out_differently_are_not_shared(daemon: Daemon, other: Any) -> None:
+    memory = np.ones((4, CHUNK), np.uint8)
+    one, another = tier(memory, daemon.socket), tier(memory, daemon.socket, **other)
+    one.submit_store(job(1, [0]))
+    assert done(one)[0].success
+    assert found(another, 0) is LookupResult.MISS
+    one.shutdown()
+    another.shutdown()
 
 
 def test_weights_that_have_no_name_are_refused(daemon: Daemon) -> None:
