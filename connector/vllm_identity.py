@@ -43,10 +43,13 @@ def revision(config: Any, given: str = "") -> str:
         return weights_digest(folder)
     if folder.is_file():
         return weights_digest(folder.parent, [folder])
-    commit = str(getattr(model.hf_config, "_commit_hash", None) or getattr(model, "revision", None))
-    if not re.fullmatch("[0-9a-f]{40,64}", commit):  # a branch or a tag, which moves on
-        raise ValueError(f"the commit of {model.model!r} is not known: set `revision` in kv_connector_extra_config")
-    return commit
+    commits = [getattr(model, "revision", None)]
+    if not getattr(model, "hf_config_path", None):  # else it is the commit of the config, which lies elsewhere
+        commits.append(getattr(model.hf_config, "_commit_hash", None))
+    for commit in commits:
+        if re.fullmatch("[0-9a-f]{40,64}", str(commit)):  # no branch or tag, which moves on
+            return str(commit)
+    raise ValueError(f"the commit of {model.model!r} is not known: set `revision` in kv_connector_extra_config")
 
 
 def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layout: str | None) -> dict[str, Any]:

@@ -364,6 +364,11 @@ def test_a_download_is_known_by_its_commit_and_by_nothing_that_moves_on() -> Non
             revision(download)
     download.model_config.hf_config._commit_hash = "0123456789" * 4
     assert revision(download) == "0123456789" * 4
+    download.model_config.hf_config_path = "org/config-only"
+    with pytest.raises(ValueError, match="set `revision`"):
+        revision(download)
+    download.model_config.revision = "9876543210" * 4
+    assert revision(download) == "9876543210" * 4, "of the weights and not of the config"
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "two files"])
