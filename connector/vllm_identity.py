@@ -82,9 +82,13 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
         "data_parallel_size",
     ):
         found[name] = getattr(parallel, name, 1)
+    for name in ("quantization_config", "model_class_overrides"):
+        if given := getattr(model, name, None):
+            found[name] = _told(given)
+    if modules := getattr(getattr(config, "lora_config", None), "target_modules", None):
+        found["lora_modules"] = sorted(modules)
     if (multimodal := getattr(model, "multimodal_config", None)) is not None:
-        settings = {name: getattr(multimodal, name, None) for name in OF_ITEMS}
-        found["multimodal"] = json.dumps(settings, sort_keys=True, default=str)
+        found["multimodal"] = _told({name: getattr(multimodal, name, None) for name in OF_ITEMS})
     if any(name in text for name in BY_CONTEXT):
         found["max_model_len"] = model.max_model_len
     speculative = getattr(config, "speculative_config", None)
@@ -106,7 +110,11 @@ def items_named(config: Any) -> bool:
 def _read_how(load: Any) -> list[str]:
     """How weights come out of the files: made up, from other files of the folder, from another place."""
     names = ("load_format", "ignore_patterns", "model_loader_extra_config")
-    return [json.dumps(getattr(load, name, None), sort_keys=True, default=str) for name in names]
+    return [_told(getattr(load, name, None)) for name in names]
+
+
+def _told(setting: Any) -> str:
+    return json.dumps(setting, sort_keys=True, default=str)
 
 
 def fingerprint(found: Mapping[str, Any]) -> str:

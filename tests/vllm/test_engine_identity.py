@@ -288,6 +288,7 @@ def config(**changes: Any) -> SimpleNamespace:
     model = SimpleNamespace(
         model=changes.get("model", "org/name"), dtype="torch.bfloat16", quantization=None, hf_config=hf, revision=None,
         max_model_len=changes.get("context", 4096), multimodal_config=changes.get("multimodal"),
+        quantization_config=changes.get("scheme"), model_class_overrides=changes.get("classes", {}),
     )  # fmt: skip
     cache = SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto"), calculate_kv_scales=changes.get("scales"))
     parallel = SimpleNamespace(
@@ -298,7 +299,10 @@ def config(**changes: Any) -> SimpleNamespace:
         ignore_patterns=None,
         model_loader_extra_config=changes.get("extra", {}),
     )
-    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel, load_config=load)
+    return SimpleNamespace(
+        model_config=model, cache_config=cache, parallel_config=parallel, load_config=load,
+        lora_config=changes.get("lora"),
+    )  # fmt: skip
 
 
 def told(backend: str = "FLASH_ATTN", version: str = "0.32.0", layout: str = "LBHNC", **changes: Any) -> str:
@@ -308,9 +312,12 @@ def told(backend: str = "FLASH_ATTN", version: str = "0.32.0", layout: str = "LB
 def test_whatever_shapes_a_page_is_part_of_its_name() -> None:
     plain = told()
     assert plain == told(version="0.32.3"), "a repaired release keeps its cache"
+    assert plain == told(lora=SimpleNamespace(target_modules=None)), "adapters are told apart request by request"
     others = [
         told(backend="FLASHINFER"), told(version="0.33.0"), told(layout="LBNHC"), told(hidden=9), told(tp=2),
         told(pp=2), told(cache_dtype="fp8"), told(backend="CPU_ATTN"),
+        told(scheme={"ignore": ["v_proj"]}), told(scheme={"ignore": ["k_proj"]}), told(classes={"A": "other:A"}),
+        told(lora=SimpleNamespace(target_modules=["q_proj"])),
         told(load="dummy"), told(load="pt"), told(load="tensorizer", extra={"tensorizer_uri": "elsewhere"}),
         told(load="tensorizer", extra={"tensorizer_uri": "a third place"}),
     ]  # fmt: skip
