@@ -91,6 +91,7 @@ class Chain:
         """What besides tokens shapes blocks [first, end), block by block."""
         request = self.request
         embeds = getattr(request, "prompt_embeds", None)
+        are_tokens = getattr(request, "prompt_is_token_ids", None) or ()
         items = getattr(request, "mm_features", None) or ()
         if self._lora is None and not items and embeds is None and not (first == 0 and self._roots()):
             return {}
@@ -107,7 +108,8 @@ class Chain:
             if index == 0:
                 found += self._roots()
             if embeds is not None and start < len(embeds):
-                found.append((EXTRA_OTHER, _digest(b"embeds", _bytes(embeds[start : start + size]))))
+                which = bytes(are_tokens[start : start + size])  # of the others the token is 0, which is a token too
+                found.append((EXTRA_OTHER, _digest(b"embeds", _bytes(embeds[start : start + size]) + which)))
             if found:
                 extras[index] = found
         return extras

@@ -39,6 +39,7 @@ class Request:
     mm_features: Sequence[Any] = ()
     cache_salt: str | None = None
     prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool = False
     resumable: bool = False

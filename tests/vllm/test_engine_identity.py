@@ -259,14 +259,18 @@ class Embeds:
 
 
 def test_prompts_of_embeddings_share_what_is_equal() -> None:
-    def embedded(numbers: list[float]) -> list[bytes]:
-        return keys(Request("a", [0] * len(numbers), prompt_embeds=Embeds(numbers)))
+    def embedded(numbers: list[float], tokens: list[bool] | None = None) -> list[bytes]:
+        return keys(Request("a", [0] * len(numbers), prompt_embeds=Embeds(numbers), prompt_is_token_ids=tokens))
 
     numbers = [token / 2 for token in range(3 * BLOCK)]
     changed = [*numbers[: 2 * BLOCK], 0.0, *numbers[2 * BLOCK + 1 :]]
     assert embedded(numbers)[:2] == embedded(changed)[:2]
     assert embedded(numbers)[2] != embedded(changed)[2]
     assert embedded(numbers)[0] != keys(Request("b", [0] * 3 * BLOCK))[0]
+    none = [False] * 3 * BLOCK
+    one = [*none[: 2 * BLOCK], True, *none[2 * BLOCK + 1 :]]
+    assert embedded(numbers, none)[:2] == embedded(numbers, one)[:2]
+    assert embedded(numbers, none)[2] != embedded(numbers, one)[2], "there stands token 0, and not an embedding"
 
 
 def test_generated_tokens_go_on_with_the_chain_of_the_prompt(tmp_path: Path) -> None:
