@@ -52,10 +52,13 @@ def revision(config: Any, given: str = "") -> str:
     raise ValueError(f"the commit of {model.model!r} is not known: set `revision` in kv_connector_extra_config")
 
 
-def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layout: str | None) -> dict[str, Any]:
+def facts(
+    config: Any, *, version: str, backends: Mapping[str, str], cache_layout: str | None, pages: list[list[int]]
+) -> dict[str, Any]:
     """What besides model and revision decides the bytes of a page, by name: people read it in the log.
 
-    ``backends`` maps a layer to its attention backend. Raises ValueError for what makes KV differ from run to run.
+    ``backends`` maps a layer to its attention backend, ``pages`` is what ``page_shapes`` says. Raises
+    ValueError for what makes KV differ from run to run.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     if getattr(cache, "calculate_kv_scales", False):
@@ -69,6 +72,7 @@ def facts(config: Any, *, version: str, backends: Mapping[str, str], cache_layou
         "kv_dtype": str(cache.cache_dtype),
         "kv_skip_layers": str(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "cache_layout": str(cache_layout),
+        "pages": pages,
         "weights": _read_how(getattr(config, "load_config", None)),
         "backends": sorted(set(backends.values())),
         "config": hashlib.sha256(text.encode()).hexdigest()[:16],

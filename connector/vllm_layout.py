@@ -146,6 +146,17 @@ class Pages:
         return parts
 
 
+def page_shapes(tensors: Mapping[str, Tensor], specs: Sequence[GroupSpec], page_count: int) -> list[list[int]]:
+    """Tokens of a page, the parts that it has and the shape of one, each combination once. The same tokens in pages of
+    another shape are other bytes, since inside of a page an axis of tokens may come behind others."""
+    shapes = {
+        (spec.page_tokens, tensors[layer].shape[0] // page_count, *tensors[layer].shape[1:])
+        for spec in specs
+        for layer in spec.layers
+    }
+    return [list(shape) for shape in sorted(shapes)]
+
+
 def runs_of(tensor: Tensor, page_count: int, layer: str) -> tuple[int, int, list[int]]:
     """(distance of pages, bytes of a run, address of page 0 of each run) of a layer whose first axis counts pages.
 

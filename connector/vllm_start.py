@@ -14,7 +14,7 @@ from typing import Any
 from terracekv.connector.client import Client
 from terracekv.connector.leases import Leases
 from terracekv.connector.vllm_identity import facts, fingerprint, items_named, kv_dtype, model_name, revision
-from terracekv.connector.vllm_layout import GroupSpec, Pages, Unfit, alignment, block_tokens_for
+from terracekv.connector.vllm_layout import GroupSpec, Pages, Unfit, alignment, block_tokens_for, page_shapes
 from terracekv.connector.vllm_log import log_beside_vllm
 from terracekv.connector.vllm_lookups import Lookups
 from terracekv.connector.vllm_memory import Memory, memory_of
@@ -141,7 +141,11 @@ def _introduce(
     block_tokens = block_tokens_for(options.block_tokens, alignment(specs), device == "cpu")
     pages = Pages.of(tensors, specs, kv.num_blocks, block_tokens)
     found = facts(
-        config, version=version, backends=_backends(config, tensors), cache_layout=getattr(kv, "kv_cache_layout", None)
+        config,
+        version=version,
+        backends=_backends(config, tensors),
+        cache_layout=getattr(kv, "kv_cache_layout", None),
+        pages=page_shapes(tensors, specs, kv.num_blocks),
     )
     log.info("TerraceKV: what KV depends on besides the model: %s", found)
     ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size

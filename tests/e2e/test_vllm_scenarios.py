@@ -253,3 +253,12 @@ def test_blocks_and_pages_of_other_sizes(daemon: Daemon, page: int, block: int) 
         engine.forget()
         assert engine.answer(tokens)[:2] == (expected(tokens), 1099 // block * block)
     assert len(expected(tokens)) == ANSWER
+
+
+def test_engines_whose_pages_differ_in_size_share_nothing_though_their_blocks_do_not(daemon: Daemon) -> None:
+    """Some backends put the tokens of a page behind other axes: two pages are then not one of twice the size."""
+    tokens = prompt(700, 121)
+    for page in (PAGE, 2 * PAGE):
+        for cached in (0, whole(700)):
+            with Engine(daemon.socket, block_size=page) as engine:
+                assert engine.answer(tokens)[:2] == (expected(tokens), cached), page

@@ -310,7 +310,9 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def told(backend: str = "FLASH_ATTN", version: str = "0.32.0", layout: str = "LBHNC", **changes: Any) -> str:
-    return fingerprint(facts(config(**changes), version=version, backends={"layer": backend}, cache_layout=layout))
+    pages = [changes.get("page", [16, 1, 8, 16, 256])]
+    backends = {"layer": backend}
+    return fingerprint(facts(config(**changes), version=version, backends=backends, cache_layout=layout, pages=pages))
 
 
 def test_whatever_shapes_a_page_is_part_of_its_name() -> None:
@@ -320,6 +322,7 @@ def test_whatever_shapes_a_page_is_part_of_its_name() -> None:
     others = [
         told(backend="FLASHINFER"), told(version="0.33.0"), told(layout="LBNHC"), told(hidden=9), told(tp=2),
         told(pp=2), told(cache_dtype="fp8"), told(backend="CPU_ATTN"),
+        told(page=[32, 1, 8, 32, 256]), told(page=[32, 2, 8, 16, 256]),
         told(scheme={"ignore": ["v_proj"]}), told(scheme={"ignore": ["k_proj"]}), told(classes={"A": "other:A"}),
         told(lora=SimpleNamespace(target_modules=["q_proj"])),
         told(load="dummy"), told(load="pt"), told(load="tensorizer", extra={"tensorizer_uri": "elsewhere"}),
