@@ -84,14 +84,9 @@ class Engine:
         ]  # fmt: skip
         if socket is None:
             return
-        drafter = SimpleNamespace(use_eagle=lambda: True, num_speculative_tokens=0)
         self.half = vllm_start.scheduler_half(
             [rank.introduction for rank in self.ranks],
-            SimpleNamespace(
-                speculative_config=drafter if eagle else None,
-                model_config=SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=items_cache_gb)),
-                cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
-            ),
+            _config(eagle, items_cache_gb, prefix_caching),
             self.options,
             reads=True,
             writes=True,
@@ -395,3 +390,11 @@ def truth(request: Request, *, weights: bytes = b"", said: int = 0, **settings: 
 
 def _blocks(request: Request) -> Any:
     return SimpleNamespace(get_block_ids=lambda: tuple(list(table) for table in request.tables))
+
+
+def _config(eagle: bool, items_cache_gb: float, prefix_caching: bool) -> Any:
+    """What the scheduler half reads of vLLM's configuration."""
+    drafter = SimpleNamespace(use_eagle=lambda: True, num_speculative_tokens=0) if eagle else None
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=items_cache_gb))
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    return SimpleNamespace(speculative_config=drafter, model_config=model, cache_config=cache)
