@@ -89,7 +89,8 @@ def facts(
     for name in ("quantization_config", "model_class_overrides"):
         if given := getattr(model, name, None):
             found[name] = _told(given)
-    if modules := getattr(getattr(config, "lora_config", None), "target_modules", None):
+    lora = getattr(config, "lora_config", None)
+    if modules := getattr(lora, "target_modules", None):
         found["lora_modules"] = sorted(modules)
     if (multimodal := getattr(model, "multimodal_config", None)) is not None:
         found["multimodal"] = _told({name: getattr(multimodal, name, None) for name in OF_ITEMS})
@@ -100,6 +101,8 @@ def facts(
         found["drafter"] = f"{speculative.method} {getattr(speculative, 'model', None)}"
     if any("CPU" in backend for backend in backends.values()):
         found["isa"] = cpu_flags()
+        # In a batch of both, vLLM's LoRA for CPUs also adds an adapter's share to prompts that have none.
+        found["lora"] = lora is not None
     return found
 
 

@@ -64,6 +64,11 @@ def test_whatever_shapes_a_page_is_part_of_its_name() -> None:
         told(scales=True)
 
 
+def test_on_a_cpu_engines_with_adapters_are_apart_since_their_base_prompts_may_be_adapted_too() -> None:
+    adapters = SimpleNamespace(target_modules=None)
+    assert told(backend="CPU_ATTN") != told(backend="CPU_ATTN", lora=adapters)
+
+
 def test_what_an_engine_makes_of_pictures_is_part_of_the_name() -> None:
     made: list[dict[str, Any]] = [
         {},
