@@ -1,12 +1,14 @@
 """What can be set: in ``kv_connector_extra_config`` for the engine, in ``kv_transfer_params`` for one request.
 
-Pure. Called when the engine starts and when a request comes. Standard library only.
+Pure, but for the tenant's secret, which is read from its file. Called when the engine starts and when a request comes.
+Standard library only.
 """
 
 import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 SOCKET = "/dev/shm/terracekv/engine.sock"
@@ -74,6 +76,7 @@ class Options:
         wrong = options._wrong()
         if wrong is not None:
             raise ValueError(f"kv_connector_extra_config: {wrong}")
+        credential(options.credential_file)
         return options
 
     def _wrong(self) -> str | None:
@@ -99,6 +102,18 @@ class Options:
                     f"kv_connector_extra_config: block_tokens is {self.block_tokens}, and should be a multiple of"
                     f" {tokens}, vLLM's own"
                 )
+
+
+def credential(file: str) -> bytes:
+    """The tenant's secret in this file; b"" where no file is named. ValueError when there is none in it, so that no
+    engine takes itself for another tenant, or for none."""
+    try:
+        secret = Path(file).read_bytes().strip() if file else b""
+    except OSError as error:
+        raise ValueError(f"credential_file: {file} cannot be read: {error.strerror}") from None
+    if file and not secret:
+        raise ValueError(f"credential_file: {file} is empty, and should hold the tenant's secret")
+    return secret
 
 
 class Misunderstood(ValueError):

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from terracekv.connector.client import Client
@@ -18,7 +17,7 @@ from terracekv.connector.vllm_layout import GroupSpec, Pages, Unfit, alignment, 
 from terracekv.connector.vllm_log import log_beside_vllm
 from terracekv.connector.vllm_lookups import Lookups
 from terracekv.connector.vllm_memory import Memory, memory_of
-from terracekv.connector.vllm_options import Options
+from terracekv.connector.vllm_options import Options, credential
 from terracekv.connector.vllm_scheduler import SchedulerHalf, Shape
 from terracekv.connector.vllm_worker import WorkerHalf
 from terracekv.connector.vllm_worth import Prefill, Worth
@@ -76,7 +75,7 @@ def worker_half(mine: Introduction, memory: Memory, options: Options) -> WorkerH
         Client,
         options.socket,
         shard=mine.shard,
-        credential=credential(options),
+        credential=credential(options.credential_file),
         load_deadline_ms=options.load_deadline_ms,
         store_deadline_ms=options.store_deadline_ms,
         attach=memory.attach,
@@ -114,7 +113,7 @@ def scheduler_half(
     session = partial(
         Leases,
         options.socket,
-        credential=credential(options),
+        credential=credential(options.credential_file),
         lookup_budget_ms=options.lookup_budget_ms,
         load_deadline_ms=options.wait_ms,
         **first.names(),
@@ -122,11 +121,6 @@ def scheduler_half(
     prefill = Prefill(options.prefill_tokens_per_s)
     lookups = Lookups(session, options, Worth(prefill))
     return SchedulerHalf(options, shape, lookups, prefill, reads=reads, writes=writes)
-
-
-def credential(options: Options) -> bytes:
-    """Of the tenant; the file is read when the engine starts."""
-    return Path(options.credential_file).read_bytes().strip() if options.credential_file else b""
 
 
 def _introduce(

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from terracekv.connector.client import Client
 from terracekv.connector.vllm_identity import cpu_flags, fingerprint
 from terracekv.connector.vllm_log import log_beside_vllm
-from terracekv.connector.vllm_options import SOCKET
+from terracekv.connector.vllm_options import SOCKET, credential
 from terracekv.connector.vllm_weights import weights_digest
 from terracekv.daemon.protocol import LayerGroup, Layout, dense_strides
 
@@ -48,7 +48,10 @@ class TerraceTier(SecondaryTierManager):  # type: ignore[misc]
         *,
         socket: str = SOCKET,
         revision: str = "",
-        **client_options: Any,
+        credential_file: str = "",
+        lookup_budget_ms: int = 20,
+        load_deadline_ms: int = 5000,
+        store_deadline_ms: int = 5000,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_beside_vllm()
@@ -66,11 +69,12 @@ class TerraceTier(SecondaryTierManager):  # type: ignore[misc]
             "isa": cpu_flags(),
         }
         shape = (1, self.block_size_bytes)
-        options = {"load_deadline_ms": 5000, "store_deadline_ms": 5000} | client_options
         self._client = Client(
             socket, model=Path(name).name if Path(name).is_dir() else name, dtype=config.model.dtype, block_tokens=1,
             revision=f"{revision or weights_digest(Path(name))}+{fingerprint(facts)}", engine="vllm-tiering",
-            layout=Layout("ND", "pages", 1, (LayerGroup(1, shape, dense_strides(shape, 1)),)), **options,
+            layout=Layout("ND", "pages", 1, (LayerGroup(1, shape, dense_strides(shape, 1)),)),
+            credential=credential(credential_file), lookup_budget_ms=lookup_budget_ms,
+            load_deadline_ms=load_deadline_ms, store_deadline_ms=store_deadline_ms,
         )  # fmt: skip
         self._known: dict[OffloadKey, tuple[LookupResult, float]] = {}
         self._done: SimpleQueue[JobResult] = SimpleQueue()

@@ -11,7 +11,7 @@ import pytest
 
 from terracekv.connector.vllm_guard import guarded
 from terracekv.connector.vllm_layout import GroupSpec, Pages, Unfit, block_tokens_for, runs_of
-from terracekv.connector.vllm_options import SOCKET, Options, Wish
+from terracekv.connector.vllm_options import SOCKET, Options, Wish, credential
 from terracekv.connector.vllm_plan import Results
 from terracekv.daemon.config import Daemon
 from terracekv.tests.mock_pages import Tensor
@@ -19,6 +19,17 @@ from terracekv.tests.mock_pages import Tensor
 
 def test_the_default_socket_is_that_of_a_daemon_with_default_settings() -> None:
     assert SOCKET == f"{Daemon().runtime_dir}/engine.sock"
+
+
+def test_an_engine_without_its_tenants_secret_does_not_begin(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    for says in ("No such file", "is empty"):
+        with pytest.raises(ValueError, match=f"credential_file: {file} .*{says}"):
+            Options.read({"credential_file": str(file)})
+        file.write_text("\n")
+    file.write_text("of the tenant\n")
+    assert credential(Options.read({"credential_file": str(file)}).credential_file) == b"of the tenant"
+    assert credential("") == b""
 
 
 @pytest.mark.parametrize(
