@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import errno
+import os
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 import pytest
@@ -40,6 +44,7 @@ def trusting(cert: Path) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=str(cert))
 
 
+T = TypeVar("T")
 Scenario = Callable[[People], Awaitable[None]]
 
 
@@ -146,6 +151,38 @@ def test_a_renewed_pair_is_shown_without_a_restart_and_half_a_pair_never_is(shm_
         shutil.copy(pairs[1][1], key)
         until(lambda: shown(port) == second, "the new pair is shown, without a signal")
         assert trouble() is None
+
+
+@pytest.mark.parametrize("which", ["access_tls_cert", "access_tls_key"])
+def test_a_pipe_in_place_of_a_file_is_read_once_at_the_start_and_later_not_waited_for(
+    tmp_path: Path, which: str
+) -> None:
+    """Opened while nobody writes into it, it would keep the loop, and so everybody, waiting for ever."""
+    cert, key = certify(tmp_path, "one")
+    paths = {"access_tls_cert": cert, "access_tls_key": key}
+    text, pipe = paths[which].read_text(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    paths[which] = pipe
+    access = settings(tmp_path, **{name: str(path) for name, path in paths.items()}).access
+    script = "import sys; from pathlib import Path; Path(sys.argv[1]).write_text(sys.argv[2])"
+    with subprocess.Popen([sys.executable, "-c", script, str(pipe), text]) as writer:
+        made, waited = let_go(lambda: Tls(access), pipe)
+        assert writer.wait(30) == 0
+    assert not waited
+    taken, waited = let_go(lambda: made.refresh(force=True), pipe)
+    assert not taken and not waited
+    assert made.last_error is not None and "no plain file" in made.last_error
+
+
+def let_go(work: Callable[[], T], pipe: Path) -> tuple[T, bool]:
+    """What ``work`` comes to, and whether it waited for the pipe's other end until somebody opened that in the end."""
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        try:
+            return working.result(5.0), False
+        except TimeoutError:
+            os.close(os.open(pipe, os.O_RDWR))
+            return working.result(), True
 
 
 @pytest.mark.parametrize("what", ["no file", "no PEM", "another's key", "a key with a password"])
