@@ -48,6 +48,7 @@ journal = Journal("terracekv.daemon")
 SWITCH_S = 1e-4
 """How long a thread may hold the interpreter while another waits: a lookup should not wait for a worker."""
 HOUSEKEEPING_S = 1.0
+ENDS = (signal.SIGTERM, signal.SIGINT)
 END_S = 20.0
 """At the end a worker may take so long with what it does: longer than a server that hangs keeps one of the bucket's."""
 HINTS = {
@@ -85,6 +86,8 @@ def run(config: Config) -> int:
     except (TerraceError, OSError) as error:
         return _failed(error)
     finally:
+        for number in (*ENDS, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # an interpreter that ends lets go of handlers, and would die of it
         tiers.close()
 
 
@@ -98,7 +101,7 @@ def _failed(error: TerraceError | OSError) -> int:
 async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDS:
         loop.add_signal_handler(number, stop.set)
     tasks.hear(loop)
     access = Access(config)

@@ -83,6 +83,28 @@ def test_a_signal_while_it_ends_does_not_cut_that_short(shm_dir: Path, tmp_path:
         assert '"clean": true' in (tmp_path / "state" / "disk" / "state.json").read_text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_the_very_end_leaves_the_exit_status_as_it_is(
+    shm_dir: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the interpreter takes its modules apart it has let go of all handlers."""
+    late = f"""
+import os, sys
+from terracekv.daemon.__main__ import main
+class Late:
+    def __del__(self, kill=os.kill, own=os.getpid(), write=os.write):
+        write(2, b"late")
+        kill(own, {int(number)})
+sys.late = Late()
+sys.exit(main())
+"""
+    daemon = Daemon(shm_dir, tmp_path)
+    daemon.program = ["-c", late]
+    with daemon:
+        assert daemon.term() == 0
+        assert daemon.tail(1) == "late"
+
+
 @pytest.mark.parametrize("owner", [os.getuid(), 0, 65534, 12345])
 def test_a_runtime_folder_that_another_user_has_made_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int
