@@ -35,8 +35,9 @@ from terracekv.daemon.recovery import Tiers, open_tiers
 from terracekv.daemon.store import Store
 from terracekv.daemon.watchdog import Watchdog
 from terracekv.tiers import failpoint
-from terracekv.tiers.errors import ConfigError, TerraceError, TierStuck
+from terracekv.tiers.errors import ConfigError, NoRoom, TerraceError, TierStuck
 from terracekv.tiers.heat import BusShare, Heat
+from terracekv.tiers.host import SHORTAGE
 from terracekv.tiers.journal import Journal
 from terracekv.tiers.steady import Steady
 
@@ -54,6 +55,8 @@ END_S = 20.0
 HINTS = {
     errno.EMFILE: "let the process open more files: ulimit -n, or LimitNOFILE= in its unit",
     errno.ENFILE: "the machine has no more open files to give: raise fs.file-max",
+    errno.ENOSPC: "daemon.runtime_dir, daemon.state_dir or disk.path is on a file system that is full: df shows which",
+    errno.EDQUOT: "this user may not write more where daemon.runtime_dir, daemon.state_dir or disk.path is: see quota",
     errno.ELOOP: "a link stands where the daemon keeps a file of its own: remove it",
 }
 """What to do about errors of the system that do not say it."""
@@ -220,6 +223,8 @@ def _prepare(tiers: Tiers) -> None:
     """In a thread: give the arena its pages, and then let the GPU copy to and from them without a detour."""
     tiers.gpus.watch()
     tiers.arena.prepare()
+    if tiers.arena.last_error is not None:
+        journal.error(NoRoom("").event, f"host tier: {tiers.arena.last_error} ({SHORTAGE})", tier="host")
     if tiers.gpus.tier is not None:
         tiers.gpus.tier.pin()
 

@@ -1,18 +1,24 @@
 """A daemon whose supervisor closes its standard files, or signals it while it starts or ends."""
 
+import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from terracekv.daemon import bounds
+from terracekv.daemon.__main__ import _prepare
 from terracekv.daemon.config import require_folders
+from terracekv.daemon.gpus import Gpus
 from terracekv.tests.harness import Daemon, until
 from terracekv.tests.people import settings
+from terracekv.tiers.arena import Arena
 from terracekv.tiers.errors import ConfigError
 
 
@@ -118,6 +124,31 @@ def test_a_runtime_folder_that_another_user_has_made_is_refused(
         return
     with pytest.raises(ConfigError, match=r"daemon.runtime_dir is .* and belongs to another user \(uid 12345\)"):
         require_folders(config)
+
+
+def test_a_full_file_system_at_the_start_is_told_with_what_may_be_on_it(shm_dir: Path, tmp_path: Path) -> None:
+    daemon = Daemon(shm_dir, tmp_path, failpoints="namespaces.replace=errno:ENOSPC")
+    try:
+        daemon.launch()
+        assert daemon.wait() == 1 and daemon.errors() == []
+        assert "daemon.state_dir" in daemon.tail(1) and "full" in daemon.tail(1)
+    finally:
+        daemon.kill()
+
+
+def test_an_arena_that_did_not_get_all_its_memory_is_an_error_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the status said so, which nobody looks at before an engine's blocks are refused as ``full``."""
+    with contextlib.closing(Arena(tmp_path, size_bytes=4 << 20, slab_bytes=1 << 20)) as arena:
+
+        def short(*_: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", short)
+        _prepare(SimpleNamespace(arena=arena, gpus=Gpus()))  # type: ignore[arg-type]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "only 1 of 4 slabs" in line and "lower host.size" in line
 
 
 def test_too_few_open_files_are_told_with_the_limit_to_raise(shm_dir: Path, tmp_path: Path) -> None:
