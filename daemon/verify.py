@@ -1,7 +1,7 @@
 """``terracekv verify``: is every stored block what it should be, in every tier?
 
 Owns the folders for as long as it looks, when no daemon runs. Called by ``cli`` in its own process. Imports ``config``,
-``http_client``, ``tiers`` and, where there is a bucket, ``bucket_view``.
+``config_encryption``, ``http_client``, ``tiers`` and, where there is a bucket, ``bucket_view``.
 
 Beside a daemon it asks that one, a bounded number of blocks at a time, so that engines hardly notice. Without a daemon
 it opens the folders as the daemon would, and compares the books, too, which only hold still when nobody works. The
@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from terracekv.daemon.config import Config, slab_of, survey
+from terracekv.daemon.config_encryption import open_keys
 from terracekv.daemon.http_client import Door, NotRunning
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.audit import Audit
@@ -173,6 +174,7 @@ def _disk(config: Config, namespaces: Namespaces) -> Report:
         direct=config.disk.direct,
         namespaces=namespaces,
         free_floor_bytes=0,
+        keys=open_keys(config.encryption),
     )
     try:
         disk.rebuild()

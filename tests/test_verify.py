@@ -100,6 +100,24 @@ def test_without_a_daemon_the_folders_are_looked_at_and_the_books_too(shm_dir: P
         assert client.put(keys).stored == 1 and client.get(keys).blocks == 8
 
 
+def test_without_a_daemon_sealed_blocks_are_opened_with_the_keys_of_the_settings_and_stay(
+    shm_dir: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "keys").write_text("ab" * 32)
+    with Daemon(shm_dir, tmp_path, encryption__key_file=str(tmp_path / "keys")) as daemon:
+        with daemon.client() as client:
+            keys = client.chain(1, 8)
+            assert client.put(keys, durable=True).durable == 8
+        assert daemon.term() == 0
+        code, reports = verify(daemon)
+        assert code == 0 and reports["disk"]["checked"] == 8, reports
+        (daemon.runtime / "arena").unlink()
+        daemon.start()
+        with daemon.client() as client:
+            assert client.get(keys).blocks == 8
+
+
 def test_where_no_daemon_ever_ran_there_is_nothing_to_look_at_and_nothing_is_made(
     shm_dir: Path, tmp_path: Path
 ) -> None:
