@@ -18,6 +18,7 @@ from terracekv.tiers.errors import TierStuck
 from terracekv.tiers.slots import SlotTable
 
 NAMESPACES_MAX = 4096
+TOO_MANY = "are known already: see TKV-REFUSED in docs/errors.md for how to be rid of those that are not used any more"
 NAME_MAX = 128
 NOTE_S_MAX = 5.0
 """Time for a new namespace to be noted in the state folder."""
@@ -48,8 +49,8 @@ class Reception:
             return wanted
         namespace = self._store.namespaces.get(wanted.id)
         if namespace is None or not namespace.registered:
-            if sum(1 for _ in self._store.namespaces) >= NAMESPACES_MAX:
-                return protocol.Refused("model", f"{NAMESPACES_MAX} namespaces are known already")
+            if namespace is None and sum(1 for _ in self._store.namespaces) >= NAMESPACES_MAX:
+                return protocol.Refused("model", f"{NAMESPACES_MAX} namespaces {TOO_MANY}")
             try:
                 work = partial(self._store.namespaces.register, wanted)
                 namespace = await self._store.state_mover.ask(work, NOTE_S_MAX, "daemon.state_dir")

@@ -16,7 +16,8 @@ from terracekv.daemon import bounds
 from terracekv.daemon.__main__ import _prepare
 from terracekv.daemon.config import require_folders
 from terracekv.daemon.gpus import Gpus
-from terracekv.tests.harness import Daemon, until
+from terracekv.daemon.protocol import Refused
+from terracekv.tests.harness import Daemon, hello, until
 from terracekv.tests.people import settings
 from terracekv.tiers.arena import Arena
 from terracekv.tiers.errors import ConfigError
@@ -149,6 +150,27 @@ def test_an_arena_that_did_not_get_all_its_memory_is_an_error_in_the_log(
         _prepare(SimpleNamespace(arena=arena, gpus=Gpus()))  # type: ignore[arg-type]
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert "only 1 of 4 slabs" in line and "lower host.size" in line
+
+
+def test_where_no_more_namespaces_may_be_known_the_refusal_leads_to_what_lets_new_ones_in(
+    shm_dir: Path, tmp_path: Path
+) -> None:
+    few = "import sys; from terracekv.daemon import __main__, reception; reception.NAMESPACES_MAX = 2"
+    daemon = Daemon(shm_dir, tmp_path)
+    daemon.program = ["-c", f"{few}; sys.exit(__main__.main())"]
+    with daemon:
+        with daemon.client(model="used") as client:
+            kept = client.chain(1, 4)
+            assert client.put(kept, durable=True).durable == 4
+        with daemon.wire(hello(model="not used any more")), daemon.wire() as wire:
+            refused = wire.ask(hello(model="new"))
+        assert isinstance(refused, Refused) and "2 namespaces are known" in refused.reason
+        assert "TKV-REFUSED in docs/errors.md" in refused.reason
+        assert daemon.term() == 0
+        (tmp_path / "state" / "namespaces.json").rename(tmp_path / "namespaces.json")
+        daemon.start()
+        with daemon.wire(hello(model="new")), daemon.client(model="used") as client:
+            assert client.get(kept).blocks == 4
 
 
 def test_too_few_open_files_are_told_with_the_limit_to_raise(shm_dir: Path, tmp_path: Path) -> None:
