@@ -93,12 +93,14 @@ class Verify(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Verified(Struct):
-    """Blocks checked and passed over (of flushed namespaces); what was wrong with which, by id; ``next`` is null when
-    all were looked at. What was wrong is forgotten."""
+    """Blocks checked and passed over (of flushed namespaces); how many of those checked are sealed with a key that is
+    not here, and so not opened; what was wrong with which, by id; ``next`` is null when all were looked at. What was
+    wrong is forgotten."""
 
     tier: str
     checked: int
     passed_over: int
+    locked: int
     wrong: dict[str, str]
     next: str | None
 

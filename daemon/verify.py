@@ -42,6 +42,7 @@ class Report:
     through: str
     checked: int = 0
     passed_over: int = 0
+    locked: int = 0
     wrong: dict[str, str] = field(default_factory=dict)
     books: str | None = None
     """How the tier's books differ from what is there; None when they do not, or were not compared."""
@@ -58,11 +59,12 @@ class Report:
         """Add what one more look found."""
         self.checked += found.checked
         self.passed_over += found.passed_over
+        self.locked += found.locked
         self.wrong |= found.wrong
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
-        names = ("tier", "through", "checked", "passed_over", "wrong", "books", "trouble", "skipped")
+        names = ("tier", "through", "checked", "passed_over", "locked", "wrong", "books", "trouble", "skipped")
         return {name: getattr(self, name) for name in names} | {"done": self.done if self.wrong else None}
 
     def lines(self) -> Iterator[str]:
@@ -73,6 +75,8 @@ class Report:
         yield f"{self.tier}: {self.checked:,} blocks checked, {len(self.wrong):,} wrong ({self.through})"
         if self.passed_over:
             yield f"  {self.passed_over:,} passed over, of flushed namespaces"
+        if self.locked:
+            yield f"  {self.locked:,} sealed with a key that is not here, so not opened (encryption.key_file)"
         for why in [*self.wrong.values()][:SHOWN_MAX]:
             yield f"  {why}"
         if len(self.wrong) > SHOWN_MAX:

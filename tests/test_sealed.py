@@ -137,6 +137,26 @@ def test_without_the_key_a_block_is_a_miss_that_says_so_and_is_healed_by_the_nex
         tier.check()
 
 
+@pytest.mark.parametrize("masters", [[], [OTHER]], ids=["no key", "another key"])
+def test_a_look_without_the_key_forgets_what_was_damaged_and_no_other(disk: Disks, masters: list[bytes]) -> None:
+    written(disk, "off", MASTER)
+    torn = next((path, at) for path, at, record in records(disk) if record.id == IDS[3])
+    with open(torn[0], "r+b") as file:
+        file.seek(torn[1] + PAGE + 100)
+        file.write(bytes(50))
+
+    def look() -> None:
+        tier = disk.open(keys=Keys(masters) if masters else None)
+        found = tier.audit(None)
+        assert (found.checked, found.locked, [*found.wrong]) == (len(IDS), len(IDS) - 1, [IDS[3].hex()])
+        assert tier.audit(None).checked == len(IDS) - 1
+
+    crash(look)
+    with closing(disk.open(keys=Keys([MASTER]))) as tier:
+        assert good(tier, disk) == [id for id in IDS if id != IDS[3]]
+        assert tier.audit(None).locked == 0
+
+
 def test_a_start_without_the_key_after_a_loss_of_power_erases_what_was_torn_and_nothing_else(
     disk: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

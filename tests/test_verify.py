@@ -22,7 +22,7 @@ MAIN = "from terracekv.daemon.cli import main; main()"
 def verify(daemon: Daemon, *more: str) -> tuple[int, dict[str, Any]]:
     """The exit status, and the report of each tier."""
     flags = [part for key, value in daemon.settings.items() for part in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-c", MAIN, "verify", "--json", *more, *flags]
+    command = [sys.executable, "-c", MAIN, "verify", "--json", *flags, *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout, done.stderr
     return done.returncode, {report["tier"]: report for report in json.loads(done.stdout)}
@@ -112,6 +112,28 @@ def test_without_a_daemon_sealed_blocks_are_opened_with_the_keys_of_the_settings
         assert daemon.term() == 0
         code, reports = verify(daemon)
         assert code == 0 and reports["disk"]["checked"] == 8, reports
+        (daemon.runtime / "arena").unlink()
+        daemon.start()
+        with daemon.client() as client:
+            assert client.get(keys).blocks == 8
+
+
+@pytest.mark.parametrize("at_hand", ["", "cd" * 32], ids=["no key", "another key"])
+def test_a_sealed_block_whose_key_is_not_at_hand_is_counted_and_stays(
+    shm_dir: Path, tmp_path: Path, at_hand: str
+) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "keys").write_text("ab" * 32)
+    with Daemon(shm_dir, tmp_path, encryption__key_file=str(tmp_path / "keys")) as daemon:
+        with daemon.client() as client:
+            keys = client.chain(1, 8)
+            assert client.put(keys, durable=True).durable == 8
+        assert daemon.term() == 0
+        (tmp_path / "keys").write_text(at_hand)
+        flags = () if at_hand else ("--set", "encryption.key_file=")
+        code, reports = verify(daemon, *flags)
+        assert code == 0 and (reports["disk"]["checked"], reports["disk"]["locked"]) == (8, 8), reports
+        (tmp_path / "keys").write_text("ab" * 32)
         (daemon.runtime / "arena").unlink()
         daemon.start()
         with daemon.client() as client:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class Audit:
     """``next`` is where to go on; None at the end. ``passed_over``: blocks that nobody can ask for any more, of flushed
-    namespaces, and whose room is not taken back yet. ``wrong`` says of each block, by its id in hex, what is wrong with
-    it; it was forgotten, so that it is stored anew when it is next computed, unless its tier says otherwise."""
+    namespaces, and whose room is not taken back yet. ``locked``: of those checked, blocks whose sealed bytes are what
+    was stored, and whose key is not here: they stay for who has it. ``wrong`` says of each block, by its id in hex,
+    what is wrong with it; it was forgotten, so that it is stored anew when it is next computed, unless its tier says
+    otherwise."""
 
     checked: int = 0
     passed_over: int = 0
+    locked: int = 0
     wrong: dict[str, str] = field(default_factory=dict)
     next: str | None = None
 

@@ -106,11 +106,22 @@ class DiskRecords:
         room = memoryview(mmap.mmap(-1, pages_of(max(namespace.block_bytes, entry.stored_bytes)) * PAGE))
         try:
             if is_sealed(entry.codec):
-                record = self._read(namespace, id, entry, room)
-                return record is not None and checksum_of(room[: entry.stored_bytes]) == entry.checksum
+                return self._is_whole_sealed(namespace, id, entry, room)
             return self.read(namespace, id, entry, room) is None
         except (OSError, TierDown):
             return False
+
+    def is_locked(self, namespace: Namespace, id: bytes, entry: Entry) -> bool:
+        """Whether a record is whole, and sealed with a key that is not here: what it holds cannot be told. OSError of
+        the medium."""
+        if not is_sealed(entry.codec):
+            return False
+        room = memoryview(bytearray(pages_of(entry.stored_bytes) * PAGE))
+        return self._is_whole_sealed(namespace, id, entry, room) and self._vault.is_locked(room)
+
+    def _is_whole_sealed(self, namespace: Namespace, id: bytes, entry: Entry, room: memoryview) -> bool:
+        record = self._read(namespace, id, entry, room)
+        return record is not None and checksum_of(room[: entry.stored_bytes]) == entry.checksum
 
     def report(self) -> dict[str, int | float | str | None]:
         """The codec's speeds, and whether it is used; blocks sealed."""

@@ -39,6 +39,10 @@ class Keys:
         self._lock = threading.Lock()
         self._ciphers: OrderedDict[tuple[bytes, bytes], AESGCM] = OrderedDict()
 
+    def has(self, sealed: memoryview) -> bool:
+        """Whether it was sealed with a key of ours."""
+        return bytes(sealed[:ID_BYTES]) in self._masters
+
     def seal(self, namespace_id: bytes, about: bytes, plain: memoryview, into: memoryview) -> int:
         """Seal ``plain`` into ``into``; the bytes written."""
         start = ID_BYTES + NONCE_BYTES

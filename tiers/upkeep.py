@@ -185,7 +185,9 @@ def audit(
             continue
         read_bytes += entry.stored_bytes
         found.checked += 1
-        if why := _wrong(shelf, records, replace(namespace, block_bytes=entry.payload_bytes), id, entry):
+        why, locked = _wrong(shelf, records, replace(namespace, block_bytes=entry.payload_bytes), id, entry)
+        found.locked += locked
+        if why is not None:
             still = catalog.get(name)  # moved or replaced since: then what was read is not what is listed
             if still == entry:
                 wrong.append((name, (name, entry.segment, entry.page), why))
@@ -195,19 +197,23 @@ def audit(
     return found, wrong
 
 
-def _wrong(shelf: Shelf, records: DiskRecords, namespace: Namespace, id: bytes, entry: Entry) -> str | None:
-    """What is wrong with a block on disk, if anything is."""
+def _wrong(
+    shelf: Shelf, records: DiskRecords, namespace: Namespace, id: bytes, entry: Entry
+) -> tuple[str | None, bool]:
+    """What is wrong with a block on disk, if anything is; and whether it cannot be told what it holds."""
     where = f"segment {entry.segment}, page {entry.page}"
     segment = shelf.pin(entry.segment)
     if segment is None:
-        return f"block {id.hex()}: there is no such segment ({where})"
+        return f"block {id.hex()}: there is no such segment ({where})", False
     try:
         wrong = records.read(namespace, id, entry, memoryview(bytearray(entry.payload_bytes)))
+        if wrong is not None and records.is_locked(namespace, id, entry):
+            return None, True
     except OSError as error:
-        return f"block {id.hex()} cannot be read: {error} ({where})"
+        return f"block {id.hex()} cannot be read: {error} ({where})", False
     finally:
         shelf.unpin(segment)
-    return None if wrong is None else f"{wrong} ({where})"
+    return None if wrong is None else f"{wrong} ({where})", False
 
 
 def check_entries(catalog: Catalog, shelf: Shelf) -> None:

@@ -104,6 +104,10 @@ class Vault:
         except Damaged as damage:
             raise Damaged(f"{about} {damage.message}", damage.hint) from damage
 
+    def is_locked(self, sealed: memoryview) -> bool:
+        """Whether the key of these sealed bytes is not here."""
+        return self._keys is None or not self._keys.has(sealed)
+
     def check(self) -> None:
         """AssertionError unless, when idle, all lent memory is back."""
         assert self._scratch.lent == 0, f"{self._scratch.lent} buffers are lent"
