@@ -1,24 +1,24 @@
 """Which weights a model in memory has: a digest over all of them, as a part of its blocks' names.
 
-Owns nothing. Called by ``transformers.py`` when its cache is made. Imports torch and transformers.
+Owns nothing. Called by ``transformers.py`` when its cache is made. Imports torch.
 """
 
 import hashlib
 import io
 import json
 from itertools import chain
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 ROW_WORDS = 256
 """64-bit words that are summed up, each by a factor of its own."""
 FACTORS = torch.tensor([pow(0x9E3779B97F4A7C15, i, 1 << 64) - (1 << 63) for i in range(1, ROW_WORDS + 1)]) | 1
 
 
-def weights_digest(model: PreTrainedModel) -> str:
-    """32 hex digits over the config and all that shapes KV in the model's state: name, shape, dtype, and of each row of
-    ``ROW_WORDS`` 64-bit words a sum in which every word counts by its place.
+def weights_digest(model: Any) -> str:
+    """32 hex digits over the config of a transformers model and all that shapes KV in its state: name, shape, dtype,
+    and of each row of ``ROW_WORDS`` 64-bit words a sum in which every word counts by its place.
 
     It reads all weights once, at memory speed. A change of any word or of their order is noticed; an edit made to keep
     the sums is not defended against: pass a ``revision`` where weights come from strangers.

@@ -129,7 +129,6 @@ def test_what_the_daemon_refuses_is_a_trouble_that_ends_no_session(daemon: Daemo
         assert client.put(client.chain(2, 3)).stored == 3
 
 
-@pytest.mark.fault(6)
 def test_more_keys_than_one_message_can_have_are_refused_and_end_no_session(daemon: Daemon) -> None:
     with daemon.client() as client:
         session, keys = client._session, [number.to_bytes(32) for number in range(1 << 17)]
@@ -137,6 +136,7 @@ def test_more_keys_than_one_message_can_have_are_refused_and_end_no_session(daem
         assert client._session is session and "ask for fewer keys at once" in str(client.last_trouble)
 
 
+@pytest.mark.fault(6)
 def test_more_than_there_is_room_for_is_stored_and_loaded_as_far_as_it_goes(shm_dir: Path, tmp_path: Path) -> None:
     small = {"host__size": "16KiB", "host__slab": "16KiB", "daemon__queue": "1MiB"}
     with Daemon(shm_dir, tmp_path, **small) as daemon, daemon.client() as client:

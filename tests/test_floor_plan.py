@@ -60,7 +60,7 @@ LIBRARIES = {
     "prometheus_client": {"connector/vllm_metrics.py", "daemon/metrics.py"},
     "pynvml": {"tiers/nvml.py"},
     "rich": {"daemon/cli_simulate.py", "daemon/cli_status.py", "daemon/cli_top.py"},
-    "torch": {"connector/transformers.py", "connector/vllm.py"},
+    "torch": {"connector/transformers.py", "connector/transformers_weights.py", "connector/vllm.py"},
     "transformers": {"connector/transformers.py"},
     "typer": {
         "daemon/cli.py",
