@@ -203,6 +203,12 @@ def test_dockers_64_megabytes_are_refused_with_the_way_out() -> None:
         resolve(load(), room(shm=64 * MIB))
 
 
+def test_where_memory_is_short_for_auto_more_memory_is_advised_and_no_more_shared_memory() -> None:
+    with pytest.raises(NoRoom, match=r"comes to 74MiB, less than 128MiB.*300MiB of memory.*512MiB of memory") as said:
+        resolve(load(), room(memory=300 * MIB))
+    assert "shm" not in said.value.hint
+
+
 @pytest.mark.fault(83)
 @pytest.mark.fault(79)
 def test_too_large_a_size_is_refused_with_the_largest_that_fits() -> None:

@@ -155,13 +155,20 @@ def require(where: str, available_bytes: int, asked: Mapping[str, int], knob: st
 
 def host_auto(room: Budget) -> int:
     """Bytes of an arena that nobody chose a size for: a quarter of the memory, within shared memory. NoRoom if tiny."""
-    size = min(room.memory_free // 4, room.shm_free - SHM_MARGIN_BYTES) // HOST_AUTO_STEP * HOST_AUTO_STEP
+    of_memory, of_shm = room.memory_free // 4, room.shm_free - SHM_MARGIN_BYTES
+    size = min(of_memory, of_shm) // HOST_AUTO_STEP * HOST_AUTO_STEP
     if size < HOST_AUTO_MIN:
-        raise NoRoom(
-            f"host.size auto comes to {show(max(0, size))}: {room.shm.path} has {show(room.shm_free)} free and this "
-            f"process may take {show(room.memory_free)} of memory ({room.memory.limited_by})",
+        more = (
             "give the container more shared memory (docker run --shm-size=8g; in Kubernetes an emptyDir with "
-            "medium: Memory), point daemon.runtime_dir at another tmpfs, or set host.size",
+            "medium: Memory), point daemon.runtime_dir at another tmpfs"
+            if of_shm < of_memory
+            else f"give the container {show(4 * HOST_AUTO_MIN)} of memory or more"
+        )
+        raise NoRoom(
+            f"host.size auto comes to {show(max(0, size))}, less than {show(HOST_AUTO_MIN)}: {room.shm.path} has "
+            f"{show(room.shm_free)} free and this process may take {show(room.memory_free)} of memory "
+            f"({room.memory.limited_by}), of which auto takes a quarter",
+            f"{more}, or set host.size",
         )
     return size
 
