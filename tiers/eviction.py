@@ -21,6 +21,8 @@ AUTO = "auto"
 """In place of either: what currently wins."""
 _PLACE_BITS = 32
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
+_LAST = 1 << 62
+"""The rank of what goes last: more than any weight."""
 _UNIT = 1024
 """Parts of a turnover in which weights are told apart."""
 _GAIN = [round(_UNIT * log1p(exp(-apart / _UNIT))) for apart in range(8 * _UNIT)]
@@ -77,7 +79,11 @@ class Order(Protocol):
         ...
 
     def spare(self, id: bytes, tick: int) -> None:
-        """A block that cannot go now (it is leased, so in use) goes last."""
+        """A block that cannot go now (it is leased, so in use) goes last, until ``resume`` or for good."""
+        ...
+
+    def resume(self, id: bytes) -> None:
+        """One that was spared may go again. Not having been able to go is no use of it: it weighs what it weighed."""
         ...
 
     def discard(self, id: bytes) -> int | None:
@@ -155,6 +161,9 @@ class TailFirst(_Index):
         self._entries[id] = tick << _PLACE_BITS | self._entries[id] & _PLACE_MASK
         self._entries.move_to_end(id)
 
+    def resume(self, id: bytes) -> None:
+        """It was in use, so it counts as used when it was spared."""
+
     def discard(self, id: bytes) -> int | None:
         entry = self._entries.pop(id, None)
         return None if entry is None else entry & _PLACE_MASK
@@ -183,6 +192,8 @@ class ByWeight(_Index):
         self._step = size_bytes / turnover.capacity_bytes
         self._entries: dict[bytes, int] = {}
         """Rank and place."""
+        self._spared: dict[bytes, int] = {}
+        """Of blocks that are filed as the last, the rank that they have."""
         self._ranks: dict[int, OrderedDict[bytes, None]] = {}
         self._heap: list[int] = []
         """The keys of ``_ranks``, and some that have gone."""
@@ -201,12 +212,14 @@ class ByWeight(_Index):
             entry = self._entries.get(id)
             if entry is None:
                 continue
-            rank = entry >> _PLACE_BITS
-            self._unfile(id, rank)
+            self._unfile(id, filed := entry >> _PLACE_BITS)
+            rank = self._spared.get(id, filed) if frequency else now
             if frequency:
                 apart = abs(now - rank)
                 rank = max(now, rank) + (_GAIN[apart] if apart < len(_GAIN) else 0)
-            self._file(id, rank if frequency else now, entry & _PLACE_MASK)
+            if filed == _LAST:
+                self._spared[id], rank = rank, _LAST
+            self._file(id, rank, entry & _PLACE_MASK)
 
     def oldest(self) -> tuple[bytes, int, int] | None:
         while self._heap:
@@ -222,20 +235,29 @@ class ByWeight(_Index):
 
     def spare(self, id: bytes, tick: int) -> None:
         entry = self._entries[id]
-        self._unfile(id, entry >> _PLACE_BITS)
-        self._file(id, max(self._now(), max(self._ranks, default=0)), entry & _PLACE_MASK)
+        self._unfile(id, rank := entry >> _PLACE_BITS)
+        if self._turnover.frequency:
+            self._spared.setdefault(id, rank)
+        self._file(id, _LAST if id in self._spared else self._now(), entry & _PLACE_MASK)
+
+    def resume(self, id: bytes) -> None:
+        if (rank := self._spared.pop(id, None)) is not None:
+            self._unfile(id, _LAST)
+            self._file(id, rank, self._entries[id] & _PLACE_MASK)
 
     def discard(self, id: bytes) -> int | None:
         entry = self._entries.pop(id, None)
         if entry is None:
             return None
+        self._spared.pop(id, None)
         self._unfile(id, entry >> _PLACE_BITS)
         return entry & _PLACE_MASK
 
     def level(self) -> None:
         """Frequency counts no longer: what has gained weight by it is as if used now. Takes time for each of these."""
         now = self._now()
-        for rank in sorted(rank for rank in self._ranks if rank > now):
+        self._spared = {id: min(now, rank) for id, rank in self._spared.items()}
+        for rank in sorted(rank for rank in self._ranks if now < rank < _LAST):
             for id in list(self._ranks[rank]):
                 self._unfile(id, rank)
                 self._file(id, now, self._entries[id] & _PLACE_MASK)

@@ -28,6 +28,8 @@ class SlotBooks:
         self._lock = threading.RLock()
         self._spaces: dict[int, Space] = {}
         self._leases: dict[int, int] = {}
+        self._passed: dict[int, tuple[Space, bytes]] = {}
+        """By leased slot, the block in it that had to go and could not: it may go again when its last lease ends."""
         self._writing: dict[int, int] = {}
         self._written_for: dict[int, bytes] = {}
         """Of the slots being written, for which namespace; of those that an earlier daemon gave out nobody knows."""
@@ -56,6 +58,7 @@ class SlotBooks:
             assert self._writing.keys() == states.keys() - sealed, "slots being written are not those reserved"
             assert self._leases.keys() <= sealed and self._doomed <= self._leases.keys(), "leases on what is not sealed"
             assert min(self._leases.values(), default=1) > 0
+            assert self._passed.keys() <= self._leases.keys(), "blocks that cannot go are not leased"
             self._check_shares(sealed)
 
     def _check_shares(self, sealed: set[int]) -> None:

@@ -165,6 +165,8 @@ class SlotTier(SlotBooks):
                 if self._leases[slot.record]:
                     continue
                 del self._leases[slot.record]
+                if (passed := self._passed.pop(slot.record, None)) is not None:
+                    passed[0].order.resume(passed[1])
                 if slot.record in self._doomed:
                     self._doomed.remove(slot.record)
                     self._free(slot.record)
@@ -251,7 +253,7 @@ class SlotTier(SlotBooks):
         tenant = self.shares.tenant(space.namespace.id)
         wanted = min(wanted, limit // space.slot_bytes)
         own = [each for each in self._spaces.values() if self.shares.tenant(each.namespace.id) == tenant]
-        held, spared = self.shares.of(tenant), set[int]()
+        held, spared = self.shares.of(tenant), dict[int, tuple[Space, bytes]]()
         while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)):
             victim, id, place = oldest
             if victim is space and id in keep:
@@ -260,23 +262,21 @@ class SlotTier(SlotBooks):
                 own.remove(victim)
             elif place * RECORD_BYTES in self._leases:
                 victim.order.spare(id, self._tick)
-                spared.add(place)
+                spared[place] = victim, id
             else:
                 self._drop(victim, [id], "quota")
                 held -= victim.slot_bytes
+        self._spared(spared)
         return min(wanted, max(0, limit - held) // space.slot_bytes)
 
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
-        spaces, spared, in_use = list(self._spaces.values()), set[int](), set[int]()
-        while self._table.free_slots(space.slot_bytes) < wanted:
-            oldest = oldest_of(spaces)
-            if oldest is None:
-                return
+        spaces, spared, in_use = list(self._spaces.values()), dict[int, tuple[Space, bytes]](), set[int]()
+        while self._table.free_slots(space.slot_bytes) < wanted and (oldest := oldest_of(spaces)):
             victim, id, place = oldest
             record = place * RECORD_BYTES
             if victim is space and id in keep:
-                return
+                break
             if place in spared:  # it went last: nothing of this space can go
                 spaces.remove(victim)
                 continue
@@ -289,7 +289,16 @@ class SlotTier(SlotBooks):
                     continue
                 in_use.add(slab)
             victim.order.spare(id, self._tick)
-            spared.add(place)
+            spared[place] = victim, id
+        self._spared(spared)
+
+    def _spared(self, spared: dict[int, tuple[Space, bytes]]) -> None:
+        """After a search: blocks, by their place, that were passed over may go again, leased ones when they are not."""
+        for place, (space, id) in spared.items():
+            if place * RECORD_BYTES in self._leases:
+                self._passed[place * RECORD_BYTES] = space, id
+            else:
+                space.order.resume(id)
 
     def _empty_slab(self, slab: int) -> bool:
         """Evict a whole slab for another slot size, unless any of its slots is in use."""
