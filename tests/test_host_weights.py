@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
-from terracekv.tests.blocks import name
-from terracekv.tests.hosts import host_in
+import pytest
+
+from terracekv.tests.blocks import name, registered
+from terracekv.tests.hosts import BLOCK, host_in
+from terracekv.tiers.eviction import Policy
+from terracekv.tiers.replay import ModelTier
 from terracekv.tiers.tier import Outcome
 
 CHAIN = [name(index) for index in range(10)]
@@ -24,3 +28,27 @@ def test_a_block_that_could_not_go_while_it_was_leased_weighs_no_more_for_it(shm
         host.release(leases)
         assert host.put_chain(host.namespace, [CHAIN[5]]) == [STORED]
         assert [at for at, id in enumerate(CHAIN) if host.has(host.namespace, id)] == [0, 1, 4, 5]
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_the_tail_of_the_lightest_chain_takes_the_place_of_heavier_blocks(shm_dir: Path, mine: bool) -> None:
+    """Or a conversation could not grow among blocks that were used often once, however long ago."""
+    with host_in(shm_dir, eviction="frequency") as host:
+        heavy = host.namespace if mine else registered(host.namespaces, 2, BLOCK)
+        host.put_chain(heavy, CHAIN[4:7])
+        for _ in range(9):
+            host.touch(heavy, CHAIN[4:7])
+        host.put_chain(host.namespace, CHAIN[:1])
+        assert host.put_chain(host.namespace, CHAIN[:2]) == [Outcome.PRESENT, STORED]
+        assert host.leading(heavy, CHAIN[4:7]) == 2
+        assert host.put_chain(host.namespace, CHAIN[:4]) == [Outcome.PRESENT] * 2 + [STORED] * 2
+        assert host.put_chain(host.namespace, [*CHAIN[:4], CHAIN[7]])[-1] is Outcome.FULL
+
+
+def test_a_tier_without_bytes_lets_such_a_chain_grow_too() -> None:
+    tier = ModelTier(4, Policy("frequency", "all"))
+    for _ in range(9):
+        tier.use(CHAIN[4:7])
+    tier.use(CHAIN[:1])
+    tier.use(CHAIN[:4])
+    assert tier.use(CHAIN[:4]) == 4

@@ -48,9 +48,16 @@ class ModelTier:
         if not absent:
             return
         room, keep = self.capacity - len(order), set(chain)
-        while room < len(absent) and (oldest := order.oldest()) is not None and oldest[0] not in keep:
-            order.discard(oldest[0])
-            room += 1
+        spared = set[bytes]()
+        while room < len(absent) and (oldest := order.oldest()) is not None and oldest[0] not in spared:
+            if oldest[0] in keep:
+                order.spare(oldest[0], self._tick)
+                spared.add(oldest[0])
+            else:
+                order.discard(oldest[0])
+                room += 1
+        for id in spared:
+            order.resume(id)
         for id in reversed(absent[:room]):
             order.insert(id, 0, self._tick)
         self.writes += min(room, len(absent))

@@ -256,11 +256,9 @@ class SlotTier(SlotBooks):
         held, spared = self.shares.of(tenant), dict[int, tuple[Space, bytes]]()
         while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)):
             victim, id, place = oldest
-            if victim is space and id in keep:
-                break
             if place in spared:
                 own.remove(victim)
-            elif place * RECORD_BYTES in self._leases:
+            elif place * RECORD_BYTES in self._leases or (victim is space and id in keep):
                 victim.order.spare(id, self._tick)
                 spared[place] = victim, id
             else:
@@ -275,13 +273,11 @@ class SlotTier(SlotBooks):
         while self._table.free_slots(space.slot_bytes) < wanted and (oldest := oldest_of(spaces)):
             victim, id, place = oldest
             record = place * RECORD_BYTES
-            if victim is space and id in keep:
-                break
             if place in spared:  # it went last: nothing of this space can go
                 spaces.remove(victim)
                 continue
             if victim.slot_bytes == space.slot_bytes:
-                if record not in self._leases:
+                if record not in self._leases and not (victim is space and id in keep):
                     self._drop(victim, [id], "capacity")
                     continue
             elif (slab := self._table.slab_of(record)) not in in_use:
