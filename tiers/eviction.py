@@ -314,15 +314,6 @@ class Space(NamedTuple):
     order: Order
 
 
-def oldest_of(spaces: Iterable[Space]) -> tuple[Space, bytes, int] | None:
-    """Space, id and place of the block that goes next, of all: the one whose last use is longest ago."""
-    firsts = [(space, *first) for space in spaces if (first := space.order.oldest())]
-    if not firsts:
-        return None
-    space, id, place, _ = min(firsts, key=lambda first: first[3])
-    return space, id, place
-
-
 def next_of(spaces: Iterable[Space], count: int) -> list[tuple[Namespace, bytes]]:
     """Namespace and id of the ``count`` blocks that go next, of all."""
 

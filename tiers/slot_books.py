@@ -7,13 +7,41 @@ which has the verbs; its methods are called from there only. Imports ``eviction`
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heapify, heappop, heapreplace
 
 from terracekv.tiers.eviction import Space, Turnover, order_of
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.shares import Shares
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, State, slot_bytes_for
 from terracekv.tiers.tier import Counters, Outcome
+
+
+class Search:
+    """Which block goes next, of all spaces: the one whose rank is the least. Good for as long as blocks only go or are
+    spared, by which no rank becomes less. Looks at each space once, and then a few times for each block that goes."""
+
+    def __init__(self, spaces: Iterable[Space]) -> None:
+        firsts = ((number, space, space.order.oldest()) for number, space in enumerate(spaces))
+        self._heap = [(first[2], number, space) for number, space, first in firsts if first]
+        heapify(self._heap)
+
+    def oldest(self) -> tuple[Space, bytes, int] | None:
+        """Space, id and place of the next block to go."""
+        while self._heap:
+            rank, number, space = self._heap[0]
+            first = space.order.oldest()
+            if first is None:
+                heappop(self._heap)
+            elif first[2] != rank:
+                heapreplace(self._heap, (first[2], number, space))
+            else:
+                return space, first[0], first[1]
+        return None
+
+    def leave_out(self) -> None:
+        """Nothing of the space of the oldest block can go."""
+        heappop(self._heap)
 
 
 class SlotBooks:

@@ -13,9 +13,9 @@ while leased: gone for lookups, freed by the last release).
 from collections.abc import Sequence
 
 from terracekv.tiers.audit import Audit, slab_after
-from terracekv.tiers.eviction import AUTO, ByWeight, Space, next_of, oldest_of
+from terracekv.tiers.eviction import AUTO, ByWeight, Space, next_of
 from terracekv.tiers.namespace import Namespace
-from terracekv.tiers.slot_books import SlotBooks
+from terracekv.tiers.slot_books import Search, SlotBooks
 from terracekv.tiers.slots import RECORD_BYTES, Slot, State
 from terracekv.tiers.tier import Outcome
 
@@ -252,12 +252,14 @@ class SlotTier(SlotBooks):
             return wanted
         tenant = self.shares.tenant(space.namespace.id)
         wanted = min(wanted, limit // space.slot_bytes)
-        own = [each for each in self._spaces.values() if self.shares.tenant(each.namespace.id) == tenant]
         held, spared = self.shares.of(tenant), dict[int, tuple[Space, bytes]]()
-        while held + wanted * space.slot_bytes > limit and (oldest := oldest_of(own)):
+        if held + wanted * space.slot_bytes <= limit:
+            return wanted
+        own = Search(each for each in self._spaces.values() if self.shares.tenant(each.namespace.id) == tenant)
+        while held + wanted * space.slot_bytes > limit and (oldest := own.oldest()):
             victim, id, place = oldest
             if place in spared:
-                own.remove(victim)
+                own.leave_out()
             elif place * RECORD_BYTES in self._leases or (victim is space and id in keep):
                 victim.order.spare(id, self._tick)
                 spared[place] = victim, id
@@ -269,12 +271,14 @@ class SlotTier(SlotBooks):
 
     def _make_room(self, space: Space, wanted: int, keep: set[bytes]) -> None:
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
-        spaces, spared, in_use = list(self._spaces.values()), dict[int, tuple[Space, bytes]](), set[int]()
-        while self._table.free_slots(space.slot_bytes) < wanted and (oldest := oldest_of(spaces)):
+        if self._table.free_slots(space.slot_bytes) >= wanted:
+            return
+        search, spared, in_use = Search(self._spaces.values()), dict[int, tuple[Space, bytes]](), set[int]()
+        while self._table.free_slots(space.slot_bytes) < wanted and (oldest := search.oldest()):
             victim, id, place = oldest
             record = place * RECORD_BYTES
             if place in spared:  # it went last: nothing of this space can go
-                spaces.remove(victim)
+                search.leave_out()
                 continue
             if victim.slot_bytes == space.slot_bytes:
                 if record not in self._leases and not (victim is space and id in keep):

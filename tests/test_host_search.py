@@ -1,12 +1,12 @@
-"""Host under ``frequency``: what cannot go for a while, because it is leased or its chain is being stored."""
+"""How host looks for what goes: past blocks that cannot go for a while, and among many namespaces."""
 
 from pathlib import Path
 
 import pytest
 
 from terracekv.tests.blocks import name, registered
-from terracekv.tests.hosts import BLOCK, host_in
-from terracekv.tiers.eviction import Policy
+from terracekv.tests.hosts import BLOCK, SLOTS, host_in
+from terracekv.tiers.eviction import Policy, TailFirst
 from terracekv.tiers.replay import ModelTier
 from terracekv.tiers.tier import Outcome
 
@@ -52,3 +52,29 @@ def test_a_tier_without_bytes_lets_such_a_chain_grow_too() -> None:
     tier.use(CHAIN[:1])
     tier.use(CHAIN[:4])
     assert tier.use(CHAIN[:4]) == 4
+
+
+def test_each_block_that_goes_is_not_looked_for_in_every_namespace(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be thousands, and everybody waits meanwhile: a few looks a block, and one at each namespace."""
+    looks = 0
+    oldest = TailFirst.oldest
+
+    def counted(order: TailFirst) -> tuple[bytes, int, int] | None:
+        nonlocal looks
+        looks += 1
+        return oldest(order)
+
+    with host_in(shm_dir, slabs=16) as host:
+        many = [registered(host.namespaces, seed, BLOCK) for seed in range(2, 2 + 16 * SLOTS)]
+        for number, namespace in enumerate(many):
+            assert host.put_chain(namespace, [name(number)]) == [STORED]
+        monkeypatch.setattr(TailFirst, "oldest", counted)
+        assert host.put_chain(host.namespace, [name(index) for index in range(100, 100 + 8 * SLOTS)]) == [STORED] * (
+            8 * SLOTS
+        )
+        assert looks <= len(many) + 1 + 3 * 8 * SLOTS
+        assert [host.has(namespace, name(number)) for number, namespace in enumerate(many)] == [False] * (8 * SLOTS) + [
+            True
+        ] * (8 * SLOTS)
