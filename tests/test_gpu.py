@@ -122,6 +122,31 @@ def test_a_copy_that_fails_is_no_block_and_no_hit(tier: GpuTier, fake: FakeCupy,
     assert get(tier, namespace, name(1))[0] is Outcome.HIT
 
 
+def test_what_goes_in_place_of_a_leased_block_is_handed_down(tier: GpuTier, namespace: Namespace) -> None:
+    handed = list[bytes]()
+    tier.held_below = lambda of, id: False
+    tier.demote = lambda of, id, payload, digest: handed.append(id)
+    for index in range(SLOTS):
+        put(tier, namespace, name(index))
+    leases = [slot for slot in tier.acquire(namespace, [name(0), name(1)], touch=False) if slot is not None]
+    put(tier, namespace, name(SLOTS))
+    assert tier.absent(namespace, [name(index) for index in range(SLOTS + 1)]) == [2]
+    assert handed == [name(2)]
+    tier.release(leases)
+
+
+def test_all_that_goes_for_a_block_of_another_size_is_handed_down(
+    tier: GpuTier, namespaces: Namespaces, namespace: Namespace
+) -> None:
+    handed = list[bytes]()
+    tier.held_below = lambda of, id: False
+    tier.demote = lambda of, id, payload, digest: handed.append(id)
+    for index in range(3):
+        put(tier, namespace, name(index))
+    put(tier, registered(namespaces, 2, 2 * BLOCK_BYTES), name(9))
+    assert sorted(handed) == sorted(name(index) for index in range(3))
+
+
 def test_what_goes_is_dropped_when_a_tier_below_has_it_and_handed_down_when_none_has(
     tier: GpuTier, namespace: Namespace
 ) -> None:

@@ -23,7 +23,7 @@ from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import NoGpu, NoRoom
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slot_tier import DAEMON, SlotTier
-from terracekv.tiers.slots import Slot, SlotTable, slot_bytes_for
+from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, slot_bytes_for
 from terracekv.tiers.tier import PAGE, Outcome, TierStatus
 
 FAILING = "see the kernel's log for the GPU's errors (dmesg, Xid); if it goes on, restart the daemon"
@@ -146,12 +146,12 @@ class GpuTier(SlotTier):
         return Outcome.DAMAGED
 
     def _hand_down(self, namespace: Namespace, id: bytes) -> None:
-        """Before a block is put that needs another's place: keep the other, if nobody below has it."""
+        """Before a block is put that needs the place of others: keep those, if nobody below has them."""
         with self._lock:
-            fits = self._table.free_slots(slot_bytes_for(namespace.block_bytes)) > 0
-        if fits or self.leading(namespace, [id]):
-            return
-        for victim, going in self.next_out(1):
+            slot_bytes = slot_bytes_for(namespace.block_bytes)
+            fits = self._table.free_slots(slot_bytes) > 0 or self.has(namespace, id)
+            leaving = [] if fits else self._leaving(slot_bytes)
+        for victim, going in leaving:
             if self.held_below(victim, going):
                 continue
             (slot,) = self.acquire(victim, [going], touch=False)
@@ -164,6 +164,20 @@ class GpuTier(SlotTier):
                     self.demoted += 1
             finally:
                 self.release([slot])
+
+    def _leaving(self, slot_bytes: int) -> list[tuple[Namespace, bytes]]:
+        """Under the lock: what goes for one more slot of this size. A block, or all of a slab of another size."""
+        for namespace, id in self.next_out(1 + len(self._leases)):
+            space = self._spaces[namespace.stamp]
+            place = space.order.get(id)
+            assert place is not None
+            records = [place * RECORD_BYTES]
+            if space.slot_bytes != slot_bytes:
+                records = self._table.slots_in_slab(self._table.slab_of(records[0]))
+            if not any(record in self._leases or record in self._writing for record in records):
+                listed = [self._listed_in(record) for record in records]
+                return [(of.namespace, each) for of, each in listed]
+        return []
 
     def _failed(self, error: RuntimeError) -> None:
         with self._lock:

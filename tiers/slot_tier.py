@@ -306,10 +306,14 @@ class SlotTier(SlotBooks):
         if any(record in self._leases or record in self._writing for record in records):
             return False
         for record in records:
-            held = self._table.sealed(record)
-            space = next(s for s in self._spaces.values() if s.order.get(held.block) == record // RECORD_BYTES)
-            self._drop(space, [held.block], "capacity")
+            space, id = self._listed_in(record)
+            self._drop(space, [id], "capacity")
         return True
+
+    def _listed_in(self, record: int) -> tuple[Space, bytes]:
+        """Whose block a slot holds that is sealed and not doomed, and which."""
+        id = self._table.sealed(record).block
+        return next(s for s in self._spaces.values() if s.order.get(id) == record // RECORD_BYTES), id
 
     def _read(self, namespace: Namespace, id: bytes, slot: Slot, into: memoryview) -> Outcome:
         """Copy a leased slot's payload out: HIT, DAMAGED once ``_damaged`` was told, or FAILED."""
