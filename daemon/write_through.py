@@ -212,6 +212,7 @@ class WriteThrough:
 
     def _owe(self, namespace: Namespace, ids: Iterable[bytes]) -> None:
         self._owing = True
+        self._make_room(namespace)
         for id in ids:
             self._seen.add(namespace.number, id)
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from terracekv.daemon import write_through
 from terracekv.tests.hosts import SLOTS
 from terracekv.tests.stores import SLOT, Arrivals, World, Worlds, ids_of, key, opened_worlds
 from terracekv.tiers import failpoint
@@ -154,3 +155,25 @@ def test_a_queue_that_is_smaller_than_a_block_is_said_once(worlds: Worlds, caplo
     worlds.run(story, queue_bytes=SLOT - 1)
     (said,) = [record.getMessage() for record in caplog.records if "is written to" in record.getMessage()]
     assert f"one takes {SLOT} bytes, and daemon.queue is {SLOT - 1}" in said
+
+
+def test_what_could_not_be_written_is_remembered_for_as_many_blocks_as_the_tier_holds(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_through, "SEEN_MIN", 2)
+
+    async def story(w: World) -> None:
+        assert w.disk
+        w.disk.writing.clear()
+        assert await w.put(*range(7)) == list(range(7))
+        assert w.store.stats.writes_dropped == 6
+        w.disk.writing.set()
+        await w.idle()
+        for index in range(7):
+            (slot,), _ = w.store.acquire(w.namespace, ids_of(index), Arrivals())
+            assert isinstance(slot, Slot)
+            w.host.release([slot])
+            await w.idle()
+        assert w.disk.leading(w.namespace, ids_of(*range(7))) == 7
+
+    worlds.run(story, queue_bytes=SLOT)
