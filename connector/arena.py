@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -78,7 +79,7 @@ def _mapping_of(fd: int, size_bytes: int, write: bool) -> _Mapping:
     """This process's mapping of an open file, for one client more; ``fd`` is the mapping's from now on, or closed.
     OSError; ValueError when the file is not as large."""
     try:
-        file = os.fstat(fd)
+        file = _regular(fd)
         key = file.st_dev, file.st_ino, size_bytes, write
         with _sharing:
             mapping = _mappings.get(key)
@@ -93,15 +94,24 @@ def _mapping_of(fd: int, size_bytes: int, write: bool) -> _Mapping:
     return mapping
 
 
+def _regular(fd: int) -> os.stat_result:
+    """What is known of an open file. ValueError for a pipe, a device and the like."""
+    known = os.fstat(fd)
+    if not stat.S_ISREG(known.st_mode):
+        raise ValueError("what the daemon named or handed over is no regular file")
+    return known
+
+
 def _opened(welcome: Welcome, handed: Sequence[int], write: bool) -> tuple[int, int]:
     """Descriptors of the arena and the slot table: those handed over, or, if these are not the two, of their names."""
     if len(handed) == 2:
         return handed[0], handed[1]
     for fd in handed:
         os.close(fd)
-    arena = os.open(welcome.arena, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+    flags = os.O_CLOEXEC | os.O_NONBLOCK  # the last: a pipe of that name would keep us waiting
+    arena = os.open(welcome.arena, (os.O_RDWR if write else os.O_RDONLY) | flags)
     try:
-        return arena, os.open(welcome.slots, os.O_RDONLY | os.O_CLOEXEC)
+        return arena, os.open(welcome.slots, os.O_RDONLY | flags)
     except BaseException:
         os.close(arena)
         raise
@@ -128,6 +138,7 @@ class Arena:
             undo.callback(os.close, self._slots_fd)
             self._mapping = _mapping_of(arena_fd, welcome.arena_bytes, write)
             undo.callback(self._mapping.leave)
+            _regular(self._slots_fd)
             self._slots = mmap.mmap(self._slots_fd, welcome.slots_bytes, prot=mmap.PROT_READ)
             undo.pop_all()
         self.view = self._mapping.view
@@ -146,7 +157,7 @@ class Arena:
             try:
                 if not os.path.samestat(os.fstat(fd), os.stat(other)):
                     return False
-            except OSError:
+            except (OSError, ValueError):
                 return False
         return len(self.view) == welcome.arena_bytes and len(self._slots) == welcome.slots_bytes
 

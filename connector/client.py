@@ -13,12 +13,13 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from terracekv.connector.ahead import Ahead, Settle
 from terracekv.connector.arena import Arena, Attach
 from terracekv.connector.commits import Commits
-from terracekv.connector.connection import JOIN_S, Connection, Trouble, after
+from terracekv.connector.connection import JOIN_S, Connection, Trouble, after, checked_ms, joined
 from terracekv.connector.near import Fetch, Near
 from terracekv.connector.turn import Turn
 from terracekv.daemon import protocol
@@ -89,9 +90,9 @@ class Client:
         self.path = str(socket)
         self.block_tokens = block_tokens
         self.strict = strict
-        self.lookup_budget_ms = lookup_budget_ms
-        self.load_deadline_ms = load_deadline_ms
-        self.store_deadline_ms = store_deadline_ms
+        self.lookup_budget_ms = checked_ms("lookup_budget_ms", lookup_budget_ms)
+        self.load_deadline_ms = checked_ms("load_deadline_ms", load_deadline_ms)
+        self.store_deadline_ms = checked_ms("store_deadline_ms", store_deadline_ms)
         self.troubles = 0
         self.last_trouble: str | None = None
         self.near = Near(device)
@@ -144,10 +145,8 @@ class Client:
         deadline = after(self.lookup_budget_ms)
         try:
             with Turn(self, deadline) as session:
-                answer = session.ask(
-                    lambda id: protocol.Lookup(id, b"".join(keys), self.lookup_budget_ms), Found, deadline
-                )
-                return answer
+                asked = partial(protocol.Lookup, keys=joined(keys), deadline_ms=self.lookup_budget_ms)
+                return session.ask(asked, Found, deadline)
         except (OSError, Trouble) as error:
             why = self._trouble(error)
             return Found(0, 0, {}, 0, why, 0.0)
@@ -164,7 +163,7 @@ class Client:
         try:
             with Turn(self, deadline) as session:
                 leased = session.ask(
-                    lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms, fetch is not None),
+                    lambda id: protocol.Acquire(id, joined(keys), self.load_deadline_ms, fetch is not None),
                     protocol.Leased,
                     deadline,
                 )
@@ -207,11 +206,11 @@ class Client:
             if self._hello.access != "write":
                 raise Trouble("read_only", "this client was made with access=read")
             with Turn(self, deadline) as session:
-                reserved = session.ask(lambda id: protocol.Reserve(id, b"".join(keys)), protocol.Reserved, deadline)
+                reserved = session.ask(lambda id: protocol.Reserve(id, joined(keys)), protocol.Reserved, deadline)
                 ahead = Ahead(settle, self.block_bytes)
                 commits = Commits(session, reserved.reservation, self.block_bytes, durable, deadline)
                 try:
-                    if any(index not in reserved.present for index in range(first)):
+                    if not set(reserved.present).issuperset(range(first)):
                         session.tell(protocol.Abort(reserved.reservation), deadline)
                         return Stored(present=len(reserved.present), why="head_absent")
                     self._fill(reserved, gather, ahead, commits)

@@ -51,4 +51,4 @@ class Commits:
         while len(self._asked) > left:
             answer = self._session.answer_to(self._asked.pop(0), protocol.Committed, self._deadline)
             self.stored.extend(answer.stored)
-            self.on_disk.extend(answer.durable)
+            self.on_disk.extend(set(answer.durable).intersection(answer.stored))

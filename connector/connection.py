@@ -1,6 +1,7 @@
 """One connection to the daemon's engine door: the socket and its frames.
 
-Owns the socket. Used by ``client.py`` under its lock, never by two threads at once. Imports ``daemon.protocol``.
+Owns the socket, and what was asked until it is answered. Used by ``client.py`` under its lock, never by two threads at
+once. Imports ``answers``, ``daemon.protocol`` and ``tiers.block``. What cannot be true is Trouble("protocol").
 Deadlines are points in ``time.monotonic()``; one that has passed raises TimeoutError.
 """
 
@@ -8,18 +9,26 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
 
+from terracekv.connector.answers import Terms, wrong_welcome
 from terracekv.daemon import protocol
 from terracekv.daemon.protocol import FRAME_BYTES_MAX, LENGTH, Found, Welcome
+from terracekv.tiers.block import KEY_BYTES
 
 JOIN_S = 1.0
 """Time for a daemon to answer Hello."""
 HANDED_MAX = 8
 """Descriptors that are taken from a daemon; it sends two."""
+ANSWER_BYTES_MAX = 4 * FRAME_BYTES_MAX
+"""More than the answer to the longest request has: it is not read."""
+MS_MAX = (1 << 31) - 1
+"""24 days: more the kernel does not wait at once."""
+TEXT_MAX = 1000
+"""Characters of what the daemon says that go into an error, and so into the log."""
 
 Kind = TypeVar("Kind", Found, protocol.Leased, protocol.Reserved, protocol.Committed)
 
@@ -28,7 +37,8 @@ class Trouble(Exception):
     """The daemon did not do what was asked, or did not answer. ``why`` is short and stable."""
 
     def __init__(self, why: str, message: str = "") -> None:
-        super().__init__(f"{why}: {message}" if message else why)
+        shown = "".join(each if each.isprintable() else repr(each)[1:-1] for each in message[:TEXT_MAX])
+        super().__init__(f"{why}: {shown}" if message else why)
         self.why = why
 
 
@@ -41,6 +51,8 @@ class Connection:
         self._next = 0
         self.notices: list[protocol.Ready | protocol.Failed] | None = None
         """What came unasked while an answer was waited for; None, the default, forgets it."""
+        self._terms = Terms()
+        self._asked: dict[int, protocol.Request] = {}
         self._early: dict[int, protocol.Answer] = {}
         self._handed: list[int] = []
         try:
@@ -58,6 +70,8 @@ class Connection:
             raise Trouble("refused", f"{answer.field}: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise Trouble("protocol", f"{type(answer).__name__} in answer to Hello")
+        _believe(answer, wrong_welcome(answer, hello))
+        self._terms = Terms.of(hello, answer)
         return answer
 
     def take_handed(self) -> list[int]:
@@ -69,13 +83,15 @@ class Connection:
         """Send a request and wait for its answer. Trouble("refused") when the answer is an Error.
 
         Answers to earlier requests that nobody waited for any more are forgotten."""
+        self._asked.clear()
         self._early.clear()
         return self.answer_to(self.send(make, deadline), kind, deadline)
 
     def send(self, make: Callable[[int], protocol.Request], deadline: float) -> int:
         """Send a request; its id, to wait for later."""
         self._next += 1
-        self.tell(make(self._next), deadline)
+        request = self._asked[self._next] = make(self._next)
+        self.tell(request, deadline)
         return self._next
 
     def tell(self, message: protocol.Request, deadline: float) -> None:
@@ -98,16 +114,25 @@ class Connection:
             if isinstance(answer, protocol.Error) and answer.id in (id, 0):
                 raise Trouble("refused", f"{answer.message} ({answer.hint})")
             if isinstance(answer, kind) and answer.id == id:
+                _believe(answer, self._terms.wrong_answer(answer, self._asked.pop(id)))
                 return answer
             if getattr(answer, "id", 0) == id:
                 raise Trouble("protocol", f"{type(answer).__name__} where {kind.__name__} was asked for")
             if isinstance(answer, (Found, protocol.Leased, protocol.Reserved, protocol.Committed, protocol.Error)):
-                self._early[answer.id] = answer
+                if not 0 < answer.id <= self._next:
+                    raise Trouble("protocol", f"{type(answer).__name__} to a request that was never made")
+                if answer.id in self._asked:  # else nobody waits for it any more
+                    self._early[answer.id] = answer
             elif self.notices is not None and isinstance(answer, (protocol.Ready, protocol.Failed)):
                 self.notices.append(answer)
 
-    def read_notices(self) -> None:
-        """Take what has come unasked by now into ``notices``, without waiting."""
+    def check(self, notice: protocol.Ready | protocol.Failed, pending: set[int], failed: Collection[int] = ()) -> None:
+        """Trouble when it cannot be true of a lease of which these are pending, and these have failed."""
+        _believe(notice, self._terms.wrong_notice(notice, pending, failed))
+
+    def read_notices(self, deadline: float) -> None:
+        """Take what has come unasked by now into ``notices``, without waiting. The rest, if there is no end to it by
+        the deadline, the next time."""
         assert self.notices is not None
         while True:
             self._socket.settimeout(0.0)
@@ -121,7 +146,7 @@ class Connection:
             while (answer := self._take()) is not None:
                 if isinstance(answer, (protocol.Ready, protocol.Failed)):
                     self.notices.append(answer)
-            if data is None:
+            if data is None or time.monotonic() >= deadline:
                 return
 
     def arrivals(
@@ -130,17 +155,19 @@ class Connection:
         """The lease's blocks from the first on, each as soon as it is there. Ends before ``count`` at the first that
         will not come, and then says in ``missed`` why."""
         slots = dict(enumerate(leased.slots))
-        failed: dict[int, str] = {}
+        pending, failed = set(leased.pending), dict[int, str]()
         for index in range(count):
-            slot = slots[index]
-            while slot is None and index in leased.pending and index not in failed:
-                answer = self._read(deadline)
-                if isinstance(answer, protocol.Ready) and answer.lease == leased.lease:
-                    slots.update(zip(answer.indices, answer.slots, strict=True))
-                elif isinstance(answer, protocol.Failed) and answer.lease == leased.lease:
-                    failed.update(dict.fromkeys(answer.indices, answer.why))
-                slot = slots[index]
-            if slot is None:
+            while index in pending:
+                notice = self._read(deadline)
+                if not isinstance(notice, (protocol.Ready, protocol.Failed)) or notice.lease != leased.lease:
+                    continue
+                self.check(notice, pending)
+                pending.difference_update(notice.indices)
+                if isinstance(notice, protocol.Ready):
+                    slots.update(zip(notice.indices, notice.slots, strict=True))
+                else:
+                    failed.update(dict.fromkeys(notice.indices, notice.why))
+            if (slot := slots.get(index)) is None:
                 missed.append(failed.get(index, "absent"))
                 return
             yield index, slot
@@ -165,6 +192,8 @@ class Connection:
         """What has come, with descriptors, if any came along."""
         data, handed, _, _ = socket.recv_fds(self._socket, size, HANDED_MAX, socket.MSG_CMSG_CLOEXEC)
         self._handed += handed
+        if len(self._handed) > HANDED_MAX:
+            raise Trouble("protocol", "more descriptors than anybody asked for")
         return data
 
     def _read(self, deadline: float, receive: Callable[[int], bytes] | None = None) -> protocol.Answer:
@@ -185,18 +214,39 @@ class Connection:
         if len(buffer) < LENGTH.size:
             return None
         end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
+        if end > ANSWER_BYTES_MAX:
+            raise Trouble("protocol", f"an answer of {end} bytes, and {ANSWER_BYTES_MAX} are the most")
         if len(buffer) < end:
             return None
         body = bytes(buffer[LENGTH.size : end])
         del buffer[:end]
         try:
             return protocol.answer_decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:  # the last: nested too deep
             raise Trouble("protocol", str(error)) from None
 
 
+def _believe(answer: protocol.Answer, wrong: str | None) -> None:
+    if wrong is not None:
+        raise Trouble("protocol", f"{type(answer).__name__}: {wrong}")
+
+
+def joined(keys: Sequence[bytes]) -> bytes:
+    """Keys as they are sent. Trouble("refused") for what is none."""
+    if not set(map(len, keys)) <= {KEY_BYTES}:
+        raise Trouble("refused", f"keys: each has {KEY_BYTES} bytes, and one has not")
+    return b"".join(keys)
+
+
+def checked_ms(name: str, ms: int) -> int:
+    """ValueError for what is no number of milliseconds that one can wait, whatever its type."""
+    if not isinstance(ms, int) or isinstance(ms, bool) or not 0 <= ms <= MS_MAX:
+        raise ValueError(f"{name} is {ms!r:.80}, and should be a whole number of milliseconds from 0 to {MS_MAX}")
+    return ms
+
+
 def after(ms: float) -> float:
-    return time.monotonic() + ms / 1e3
+    return time.monotonic() + min(ms, MS_MAX) / 1e3
 
 
 def left(deadline: float) -> float:

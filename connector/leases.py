@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from terracekv.connector.client import Client
-from terracekv.connector.connection import Connection, Trouble, after
+from terracekv.connector.connection import Connection, Trouble, after, joined
 from terracekv.connector.turn import Turn
 from terracekv.daemon import protocol
 
@@ -46,8 +46,10 @@ class Leases(Client):
                     session.notices = []
                     self._held.clear()  # they were of a session that is over
                 leased = session.ask(
-                    lambda id: protocol.Acquire(id, b"".join(keys), self.load_deadline_ms), protocol.Leased, deadline
+                    lambda id: protocol.Acquire(id, joined(keys), self.load_deadline_ms), protocol.Leased, deadline
                 )
+                if leased.lease in self._held:
+                    raise Trouble("protocol", "Leased: this lease is another's already")
                 held = Held(session, leased.lease, leased.blocks, set(leased.pending))
                 self._held[leased.lease] = held
                 self._note(session)
@@ -69,11 +71,11 @@ class Leases(Client):
 
     def keep(self, keys: Sequence[bytes], ttl_s: float) -> None:
         """Ask that blocks stay in host for so long."""
-        pin = protocol.Pin(b"".join(keys), int(ttl_s * 1e3))  # a number that is none ends no session
+        ttl_ms = int(ttl_s * 1e3)  # a number that is none ends no session
         deadline = after(self.lookup_budget_ms)
         try:
             with Turn(self, deadline) as session:
-                session.tell(pin, deadline)
+                session.tell(protocol.Pin(joined(keys), ttl_ms), deadline)
         except (OSError, Trouble) as error:
             self._trouble(error)
 
@@ -86,9 +88,10 @@ class Leases(Client):
         if self._session is None or self._session.notices is None:
             return False
         try:
-            with Turn(self, after(self.lookup_budget_ms)) as session:
+            deadline = after(self.lookup_budget_ms)
+            with Turn(self, deadline) as session:
                 if session.notices is not None:
-                    session.read_notices()
+                    session.read_notices(deadline)
                     self._note(session)
                 return True
         except (OSError, Trouble) as error:
@@ -100,6 +103,7 @@ class Leases(Client):
         for notice in notices:
             held = self._held.get(notice.lease)
             if held is not None:
+                session.check(notice, held.pending, held.failed)
                 held.pending.difference_update(notice.indices)
                 if isinstance(notice, protocol.Failed):
                     held.failed.update(notice.indices)

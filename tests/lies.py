@@ -284,9 +284,9 @@ LIES: dict[tuple[type[msgspec.Struct], str], list[Lie]] = {
 }
 
 
-def fields() -> Iterator[tuple[type[msgspec.Struct], str]]:
-    """Of all messages that a client may send, and of what is in them, as the protocol defines them."""
-    waiting = list(typing.get_args(protocol.Request))
+def fields(messages: Any = protocol.Request) -> Iterator[tuple[type[msgspec.Struct], str]]:
+    """Of all messages that a client may send, and of what is in them, as the protocol defines them; or of others."""
+    waiting = list(typing.get_args(messages))
     seen = set(waiting)
     while waiting:
         kind = waiting.pop(0)
