@@ -9,7 +9,7 @@ said in words ends up in logs and in the labels of metrics, so a reason is one s
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from terracekv.daemon.protocol import (
@@ -66,16 +66,17 @@ class Terms:
         if isinstance(answer, Reserved) and isinstance(request, Reserve):
             return self._wrong_reserved(answer, len(request.keys) // KEY_BYTES)
         if isinstance(answer, Committed) and isinstance(request, Commit):
+            asked = set(request.indices)
             for name, indices in (("stored", answer.stored), ("durable", answer.durable)):
-                if not _some_of(indices, set(request.indices)):
+                if not _some_of(indices, asked):
                     return f"{name} has what was not committed, or one of it twice"
             return None
         return f"is no answer to {type(request).__name__}"
 
-    def wrong_notice(self, notice: Ready | Failed, pending: set[int], failed: Collection[int] = ()) -> str | None:
+    def wrong_notice(self, notice: Ready | Failed, pending: set[int], failed: Iterable[int] = ()) -> str | None:
         """The same of what comes unasked about a lease, of which these are ``pending`` and these have ``failed``."""
         if isinstance(notice, Failed):
-            if not _some_of(notice.indices, pending.union(failed)):  # a block fails once for each of its shards
+            if not _some_of(notice.indices, pending, failed):  # a block fails once for each of its shards
                 return "names a block that is not pending, or one twice"
             return None if _reason(notice.why) else "why is no short word"
         if not _some_of(notice.indices, pending):
@@ -89,7 +90,7 @@ class Terms:
             return f"{answer.blocks} blocks of the {count} that were asked for"
         if len(answer.slots) != (count if self.copies else 0):
             return f"{len(answer.slots)} slots for {count} blocks"
-        if not _some_of(answer.pending, range(answer.blocks)):
+        if not _some_of(answer.pending, set(range(answer.blocks)) if answer.pending else ()):
             return "pending names a block that is not leased, or one twice"
         if self.copies and any(answer.slots[index] is not None for index in answer.pending):
             return "a block is pending and has a slot"
@@ -156,9 +157,10 @@ def _wrong_found(answer: Found, count: int) -> str | None:
     return None
 
 
-def _some_of(indices: Sequence[int], known: Collection[int]) -> bool:
+def _some_of(indices: Sequence[int], *known: Iterable[int]) -> bool:
     """Whether they are some of the known ones, each once."""
-    return len(set(indices)) == len(indices) and all(index in known for index in indices)
+    named = set(indices)
+    return len(named) == len(indices) and not named.difference(*known)
 
 
 def _reason(text: str) -> bool:

@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -126,7 +126,7 @@ class Connection:
             elif self.notices is not None and isinstance(answer, (protocol.Ready, protocol.Failed)):
                 self.notices.append(answer)
 
-    def check(self, notice: protocol.Ready | protocol.Failed, pending: set[int], failed: Collection[int] = ()) -> None:
+    def check(self, notice: protocol.Ready | protocol.Failed, pending: set[int], failed: Iterable[int] = ()) -> None:
         """Trouble when it cannot be true of a lease of which these are pending, and these have failed."""
         _believe(notice, self._terms.wrong_notice(notice, pending, failed))
 
