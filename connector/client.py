@@ -145,7 +145,7 @@ class Client:
         deadline = after(self.lookup_budget_ms)
         try:
             with Turn(self, deadline) as session:
-                asked = partial(protocol.Lookup, keys=joined(keys), deadline_ms=self.lookup_budget_ms)
+                asked = partial(protocol.Lookup, keys=joined(keys, each=False), deadline_ms=self.lookup_budget_ms)
                 return session.ask(asked, Found, deadline)
         except (OSError, Trouble) as error:
             why = self._trouble(error)
