@@ -1,7 +1,8 @@
 """Prefix caching for Hugging Face transformers: look up, load what is stored, prefill the rest, store what is new.
 
 ``TerraceCache`` owns a client and nothing of the model's. Called by the engine's one thread, one prompt at a time.
-Imports torch, transformers, ``connector.client``, ``layout``, ``report`` and ``transformers_weights``.
+Imports torch, transformers, ``connector.client``, ``layout``, ``report``, ``transformers_model`` and
+``transformers_weights``.
 
 The output is that of a run without a cache: a block holds what this model computed for exactly this prefix, and the
 last token of a prompt is always computed. Trouble with the daemon is a miss. A model or a call whose KV is more than
@@ -14,7 +15,6 @@ import mmap
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from terracekv.connector.client import Client
 from terracekv.connector.layout import Blocks, Plane, layout_of
 from terracekv.connector.report import Report, tokens_by_tier
+from terracekv.connector.transformers_model import changed, forget_pictures, name_of, unfit
 from terracekv.connector.transformers_weights import weights_digest
 
 AHEAD_TOKENS_MAX = 1024
@@ -44,7 +45,8 @@ class TerraceCache:
     """Prefix cache of one model. One prompt at a time; a prompt is a tensor of token ids of shape (1, tokens).
 
     The namespace names the model by ``name`` (default: the config's name), its weights by ``revision`` (default:
-    ``weights_digest(model)``) and the dtype of K and V. A model that is changed afterwards needs a new TerraceCache.
+    ``weights_digest(model)``) and the dtype of K and V. A model that is changed afterwards needs a new
+    TerraceCache.
     ``client_options`` go to ``Client``: credential, strict, deadlines.
     """
 
@@ -60,7 +62,7 @@ class TerraceCache:
     ) -> None:
         self.model = model
         self.block_tokens = block_tokens
-        self.unfit = _unfit(model)
+        self.unfit = unfit(model)
         """What makes this model one that is never cached; None for a model that is."""
         self.client: Client | None = None
         """The session with the daemon; None when this model is never cached."""
@@ -77,7 +79,7 @@ class TerraceCache:
                 self._heads_dims, self._dtype = kept
                 self.client = Client(
                     socket,
-                    model=name or _name_of(model),
+                    model=name or name_of(model),
                     revision=revision or weights_digest(model),
                     dtype=str(self._dtype).removeprefix("torch."),
                     block_tokens=block_tokens,
@@ -146,6 +148,7 @@ class TerraceCache:
         """A cache with room for the prompt and ``ahead_tokens``, its leading blocks loaded where they are stored."""
         assert self.client is not None
         started = time.perf_counter()
+        forget_pictures(self.model)
         report = Report(len(tokens), len(tokens))
         loadable = (len(tokens) - 1) // self.block_tokens
         keys = self.client.keys(tokens)[:loadable]
@@ -247,7 +250,7 @@ class TerraceCache:
             return "the model is in training mode: dropout"
         if torch.is_autocast_enabled("cpu"):
             return "autocast: KV is rounded otherwise than without it"
-        return _changed(self.model)
+        return changed(self.model)
 
     def _odd_call(self, input_ids: torch.Tensor, settings: GenerationConfig, others: Mapping[str, Any]) -> str | None:
         """What in a call of ``generate`` makes KV depend on more than the token ids, or needs a cache of its own.
@@ -344,45 +347,6 @@ class _FirstToken(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.ttft_ms = self.ttft_ms or _since(self._started)
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def _unfit(model: PreTrainedModel) -> str | None:
-    """What in this model makes the KV of a prefix depend on more than the prefix, or not be plain K and V."""
-    if model.config.is_encoder_decoder or not model.can_generate():
-        return f"{type(model).__name__}: only decoders that generate are cached"
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "use_bidirectional_attention", None):
-        return "use_bidirectional_attention: earlier tokens see later ones"
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if part.get("rope_type", part.get("type")) in ("dynamic", "longrope"):
-            return "rope_type dynamic or longrope: the KV of a prefix depends on the length of the whole prompt"
-    kinds = {
-        type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) is not DynamicLayer
-    }
-    if kinds:
-        return f"{', '.join(sorted(kinds))}: only plain full attention is cached"
-    devices = {tensor.device.type for tensor in model.parameters()}
-    if devices != {"cpu"}:
-        return f"weights on {', '.join(sorted(devices))}: only models on the CPU are cached"
-    return _changed(model)
-
-
-def _changed(model: PreTrainedModel) -> str | None:
-    """What changes KV beside the weights. Hooks of transformers' own only note what passes."""
-    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
-        return "adapters: what they do to KV is not part of the namespace; merge them into the weights"
-    for name, module in model.named_modules():
-        for hook in chain(module._forward_pre_hooks.values(), module._forward_hooks.values()):
-            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                return f"a hook on {name or 'the model'}: what it does to KV is not part of the namespace"
-    return None
-
-
-def _name_of(model: PreTrainedModel) -> str:
-    """The config's name; of a folder only its last part, so that the same model elsewhere has the same name."""
-    name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
-    return Path(name).name if Path(name).is_dir() else name
 
 
 def _ahead_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:

@@ -60,8 +60,13 @@ LIBRARIES = {
     "prometheus_client": {"connector/vllm_metrics.py", "daemon/metrics.py"},
     "pynvml": {"tiers/nvml.py"},
     "rich": {"daemon/cli_simulate.py", "daemon/cli_status.py", "daemon/cli_top.py"},
-    "torch": {"connector/transformers.py", "connector/transformers_weights.py", "connector/vllm.py"},
-    "transformers": {"connector/transformers.py"},
+    "torch": {
+        "connector/transformers.py",
+        "connector/transformers_model.py",
+        "connector/transformers_weights.py",
+        "connector/vllm.py",
+    },
+    "transformers": {"connector/transformers.py", "connector/transformers_model.py"},
     "typer": {
         "daemon/cli.py",
         "daemon/cli_bench.py",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.cache_utils import DynamicLayer
 
 from terracekv.connector import transformers as connector
@@ -20,6 +20,7 @@ from terracekv.connector.transformers import RoomyLayer, TerraceCache
 from terracekv.tests.tiny_engine import (
     BLOCK,
     MODEL,
+    VOCABULARY,
     MemoryClient,
     answer,
     answer_with,
@@ -290,3 +291,42 @@ def test_tokens_are_counted_by_the_highest_tier_that_has_them() -> None:
     assert tokens_by_tier({"host": 3, "disk": 5}, 4, 16) == {"host": 48, "disk": 16}
     assert tokens_by_tier({"host": 0, "disk": 5, "s3": 9}, 7, 1) == {"disk": 5, "s3": 2}
     assert tokens_by_tier({"host": 3}, 0, 16) == {}
+
+
+PICTURE = 190
+"""The token that stands for a part of a picture."""
+
+
+def seeing() -> PreTrainedModel:
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    special = {"image_token_id": PICTURE, "vision_start_token_id": 192, "vision_end_token_id": 193}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **special)).eval()
+
+
+def test_a_prompt_of_text_after_one_with_a_picture_is_that_of_a_model_that_saw_none() -> None:
+    model, ids, longer = seeing(), prompt(5 * BLOCK + 1) % PICTURE, prompt(8 * BLOCK + 1) % PICTURE
+    expected, logits = answer(model, ids), model(longer).logits[:, -1]
+    cache = cached(model)
+    cache.prefill(ids)
+
+    def look() -> None:
+        """Two prompts at once, each with a picture: the tokens behind it stand nearer than their number says."""
+        seen = torch.tensor([[5, 192, *[PICTURE] * 16, 193, 7]] * 2)
+        pixels, grid = torch.randn(2 * 64, 3 * 2 * 4 * 4), torch.tensor([[1, 8, 8]] * 2)
+        model.generate(
+            seen, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=(seen == PICTURE).int(), max_new_tokens=2
+        )
+        assert model.model.rope_deltas.any()
+
+    look()
+    text, report = answer_with(cache, ids)
+    assert text == expected and report.loaded_tokens == {"host": 5 * BLOCK}
+    for _ in range(2):  # what was stored after a picture is as good
+        look()
+        torch.testing.assert_close(cache.prefill(longer).logits, logits, rtol=1e-3, atol=1e-4)
