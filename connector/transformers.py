@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from terracekv.connector.client import Client
 from terracekv.connector.layout import Blocks, Plane, layout_of
 from terracekv.connector.report import Report, tokens_by_tier
-from terracekv.connector.transformers_model import changed, forget_pictures, name_of, unfit
+from terracekv.connector.transformers_model import Weights, changed, forget_pictures, name_of, unfit
 from terracekv.connector.transformers_weights import weights_digest
 
 AHEAD_TOKENS_MAX = 1024
@@ -45,8 +45,8 @@ class TerraceCache:
     """Prefix cache of one model. One prompt at a time; a prompt is a tensor of token ids of shape (1, tokens).
 
     The namespace names the model by ``name`` (default: the config's name), its weights by ``revision`` (default:
-    ``weights_digest(model)``) and the dtype of K and V. A model that is changed afterwards needs a new
-    TerraceCache.
+    ``weights_digest(model)``) and the dtype of K and V. A model whose weights are changed afterwards runs without a
+    cache: it needs a new TerraceCache.
     ``client_options`` go to ``Client``: credential, strict, deadlines.
     """
 
@@ -66,6 +66,7 @@ class TerraceCache:
         """What makes this model one that is never cached; None for a model that is."""
         self.client: Client | None = None
         """The session with the daemon; None when this model is never cached."""
+        self._weights: Weights | None = None
         self._memory = _Memory()
         parameters = inspect.signature(model.forward).parameters
         # Older versions of transformers know it by the second name only.
@@ -77,6 +78,7 @@ class TerraceCache:
                 self.unfit = kept
             else:
                 self._heads_dims, self._dtype = kept
+                self._weights = Weights(model)
                 self.client = Client(
                     socket,
                     model=name or name_of(model),
@@ -250,6 +252,8 @@ class TerraceCache:
             return "the model is in training mode: dropout"
         if torch.is_autocast_enabled("cpu"):
             return "autocast: KV is rounded otherwise than without it"
+        if self._weights is not None and self._weights.changed(self.model):
+            return "the weights are others than when this cache was made: make a new TerraceCache"
         return changed(self.model)
 
     def _odd_call(self, input_ids: torch.Tensor, settings: GenerationConfig, others: Mapping[str, Any]) -> str | None:

@@ -1,15 +1,45 @@
-"""Whether a model's KV is that of the prefix alone, and what of earlier prompts it still keeps.
+"""Whether a model's KV is that of the prefix alone, and whether the model still is the one that was named.
 
-Owns nothing. Called by ``transformers.py`` when its cache is made
+``Weights`` owns marks of a model's tensors, and none of these. Called by ``transformers.py`` when its cache is made
 and at each prompt. Imports torch and transformers.
 """
 
+import ctypes
 from itertools import chain
 from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+
+GLIMPSE_BYTES = 16
+"""Of the middle of each tensor: what merges into weights or trains them leaves none as it was."""
+
+
+class Weights:
+    """The weights of a model as they were: a change in place is noticed at the next prompt, some microseconds a tensor.
+
+    torch counts writes but for those through ``.data``, of which only those are noticed that reach a tensor's middle.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._before = _marks(model)
+
+    def changed(self, model: PreTrainedModel) -> bool:
+        """Whether they are others by now."""
+        return _marks(model) != self._before
+
+
+def _marks(model: PreTrainedModel) -> list[tuple[int, int, bytes]]:
+    return [_mark(tensor) for tensor in chain(model.parameters(), model.buffers())]
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int, bytes]:
+    version = 0 if tensor.is_inference() else tensor._version
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel() or not tensor.is_contiguous():
+        return id(tensor), version, b""
+    place, size = tensor.data_ptr(), tensor.nbytes
+    return place, version, ctypes.string_at(place + size // 2, min(GLIMPSE_BYTES, size - size // 2))
 
 
 def forget_pictures(model: PreTrainedModel) -> None:

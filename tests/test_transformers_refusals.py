@@ -169,6 +169,40 @@ def test_what_changes_kv_beside_the_weights_is_seen_at_each_call() -> None:
     assert answer_with(cache, ids)[1].loaded_tokens == {"host": 4 * BLOCK}
 
 
+def reloaded(model: PreTrainedModel) -> None:
+    model.load_state_dict(tiny(seed=1).state_dict())
+
+
+def replaced(model: PreTrainedModel) -> None:
+    model.load_state_dict(tiny(seed=1).state_dict(), assign=True)
+
+
+def trained(model: PreTrainedModel) -> None:
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.self_attn.k_proj.weight")[0, 0] += 1.0
+
+
+def merged(model: PreTrainedModel) -> None:
+    """As adapters are merged: past torch's own count of writes."""
+    weight = model.get_parameter("model.layers.1.self_attn.k_proj.weight")
+    weight.data += torch.ones_like(weight)
+
+
+@pytest.mark.parametrize("change", [reloaded, replaced, trained, merged, lambda model: model.to(torch.bfloat16)])
+def test_a_model_whose_weights_were_changed_is_offered_nothing_of_before(
+    change: Callable[[PreTrainedModel], None],
+) -> None:
+    model, ids = tiny(), prompt(5 * BLOCK)
+    cache = cached(model)
+    cache.prefill(ids)
+    change(model)
+    stored = len(MemoryClient.blocks)
+    text, report = answer_with(cache, ids)
+    assert text == answer(model, ids)
+    assert "make a new TerraceCache" in str(report.why) and len(MemoryClient.blocks) == stored
+    assert cached(model).prefill(ids).report.loaded_tokens == {}
+
+
 def test_an_encoder_decoder_is_refused_by_name() -> None:
     config = T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
