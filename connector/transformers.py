@@ -270,6 +270,8 @@ class TerraceCache:
         for name in ("cache_implementation", "prefill_chunk_size"):
             if getattr(settings, name, None) is not None:
                 return f"{name}: the call brings a cache or a prefill of its own"
+        if others.get("custom_generate") is not None:
+            return "custom_generate: what it does to a cache is its own"
         if settings.use_cache is False:
             return "use_cache is off"
         mask = others.get("attention_mask")

@@ -216,6 +216,14 @@ def padded() -> dict[str, Any]:
     return {"attention_mask": mask}
 
 
+def twice(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """A way of decoding that keeps two sequences in the cache that it is given."""
+    cache = inputs["cache"]
+    model(input_ids[:, cache.get_seq_length() :], cache=cache)
+    cache.batch_repeat_interleave(2)
+    return input_ids
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -230,6 +238,7 @@ def padded() -> dict[str, Any]:
         (lambda: {"use_cache": False}, "use_cache"),
         (lambda: {"cache": DynamicCache(config=MODEL.config)}, "cache:"),
         (lambda: {"output_hidden_states": True}, "output_hidden_states"),
+        (lambda: {"custom_generate": twice}, "custom_generate"),
     ],
 )
 def test_a_call_that_brings_more_than_token_ids_runs_without_a_cache_and_says_so(
