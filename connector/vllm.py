@@ -142,7 +142,7 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         received, failed = self._worker.finished() if self._worker is not None else (set(), set())
         return base.KVConnectorTransferResults(
-            finished_recving=received or None, failed_recving=failed if self._several_groups else set()
+            finished_recving=received, failed_recving=failed if self._several_groups else set()
         )
 
     @guarded(set)

@@ -178,6 +178,13 @@ def test_what_was_promised_goes_out_even_when_planning_fails() -> None:
     assert half.given_up == ["b"] and broken.errors["_allocated"] == 2 and broken.errors["_stores"] == 1
 
 
+@pytest.mark.parametrize("idle", [None, SimpleNamespace(finished=lambda: (set(), set()))])
+def test_what_has_been_transferred_is_told_in_sets_even_where_it_is_nothing(idle: Any) -> None:
+    worker = connector(KVConnectorRole.WORKER)
+    worker._worker = idle
+    assert worker.get_transfer_results(set()) == base.KVConnectorTransferResults()
+
+
 def test_an_unknown_setting_stops_the_engine_at_its_start() -> None:
     with pytest.raises(ValueError, match="unknown key 'sockets'; did you mean 'socket'?"):
         connector(KVConnectorRole.WORKER, sockets="x")
