@@ -9,7 +9,7 @@ modules that know neither.
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,12 +55,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Results as vLLM carries them to the scheduler, those of all ranks added up."""
+    """Results as vLLM carries them to the scheduler, those of all ranks added up; with the first come the ranks'
+    introductions, for a scheduler that the handshakes of another connector have reached."""
 
     results: Results
+    introductions: tuple[Introduction, ...] = ()
 
     def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
-        return WorkerMetadata(self.results.add(other.results))
+        return WorkerMetadata(self.results.add(other.results), self.introductions + other.introductions)
 
 
 @dataclass
@@ -81,6 +83,8 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._introduction: Introduction | None = None
+        self._introduced = False
+        """A worker has sent its introduction with its results; a scheduler has heard all."""
         self._pool: Any = None
         self._reported: Counter[str] = Counter()
         self._options.suit(group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups)
@@ -108,7 +112,10 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._introduction = introduction  # only now: who cannot load must not let the scheduler promise it
 
     def get_handshake_metadata(self) -> Handshake | None:
-        return Handshake(self._introduction or Introduction(unfit="the KV caches could not be registered: see the log"))
+        return Handshake(self._who())
+
+    def _who(self) -> Introduction:
+        return self._introduction or Introduction(unfit="the KV caches could not be registered: see the log")
 
     @guarded(NOTHING)
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -153,17 +160,20 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(NOTHING)
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         results = self._worker.results() if self._worker is not None else None
-        return WorkerMetadata(results) if results is not None else None
+        if self._introduced:
+            return WorkerMetadata(results) if results is not None else None
+        self._introduced = True
+        return WorkerMetadata(results or Results(), (self._who(),))
 
     # The scheduler's side.
 
     @guarded(NOTHING)
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._open(list(metadata.values()))
+        self._meet(list(metadata.values()))
 
     @guarded(NOTHING)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._open(list(metadata.values()))
+        self._meet(list(metadata.values()))
 
     @guarded(NOTHING)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -218,8 +228,10 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(NOTHING)
     def update_connector_output(self, connector_output: Any) -> None:
+        metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        if not self._introduced and isinstance(metadata, WorkerMetadata) and metadata.introductions:
+            self._open(metadata.introductions)
         if self._scheduler is not None:
-            metadata = getattr(connector_output, "kv_connector_worker_meta", None)
             results = metadata.results if isinstance(metadata, WorkerMetadata) else None
             self._scheduler.results(results, sorted(connector_output.finished_recving or ()))
 
@@ -289,10 +301,18 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert isinstance(metadata, StepMetadata)
         return metadata
 
-    def _open(self, handshakes: list[Handshake]) -> None:
+    def _meet(self, handshakes: list[Any]) -> None:
+        """MultiConnector gives all of its children what the first of them that says anything has said."""
+        if all(isinstance(handshake, Handshake) for handshake in handshakes):
+            self._open([handshake.introduction for handshake in handshakes])
+        else:
+            log.info("TerraceKV: another connector's workers have introduced themselves; ours do in the first step")
+
+    def _open(self, introductions: Sequence[Introduction]) -> None:
+        self._introduced = True
         transfer = self._vllm_config.kv_transfer_config
         self._scheduler = scheduler_half(
-            [handshake.introduction for handshake in handshakes],
+            introductions,
             self._vllm_config,
             self._options,
             reads=transfer.is_kv_consumer,

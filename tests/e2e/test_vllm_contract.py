@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole  # noqa: E402
 
 from terracekv.connector import vllm as module  # noqa: E402
-from terracekv.connector.vllm import StepMetadata, TerraceConnector, WorkerMetadata  # noqa: E402
+from terracekv.connector.vllm import Handshake, StepMetadata, TerraceConnector, WorkerMetadata  # noqa: E402
 from terracekv.connector.vllm_metrics import TerraceStats  # noqa: E402
 from terracekv.connector.vllm_plan import Load, Results, Step, pages  # noqa: E402
 
@@ -138,7 +138,7 @@ class Broken:
         (lambda c: c.has_pending_push_work(), False),
         (lambda c: c.has_pending_block_frees(), False),
         (lambda c: c.reset_cache(), False),
-        (lambda c: c.set_xfer_handshake_metadata_pp_aware({(0, 0): None}), None),
+        (lambda c: c.set_xfer_handshake_metadata_pp_aware({(0, 0): Handshake(None)}), None),
         (lambda c: c.bind_gpu_block_pool(None), None),
         (lambda c: c.register_kv_caches({}), None),
         (lambda c: c.bind_connector_metadata(StepMetadata(Step(loads=[Load("a", b"", 0, 8, ())]))), None),
@@ -205,6 +205,14 @@ def test_what_travels_between_the_processes_can_be_pickled() -> None:
     results.stored[3] += 1
     both = WorkerMetadata(results).aggregate(pickle.loads(pickle.dumps(WorkerMetadata(results))))
     assert both.results.stored == {3: 2}
+
+
+def test_the_workers_introductions_come_together_with_their_first_results() -> None:
+    workers = [connector(KVConnectorRole.WORKER) for _ in range(2)]
+    first, second = (worker.build_connector_worker_meta() for worker in workers)
+    assert first is not None and second is not None
+    assert len(first.aggregate(pickle.loads(pickle.dumps(second))).introductions) == 2
+    assert [worker.build_connector_worker_meta() for worker in workers] == [None, None]
 
 
 def test_counts_reach_prometheus_by_tier_and_reason() -> None:
