@@ -253,7 +253,7 @@ class TerraceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(lambda: False)
     def has_pending_block_frees(self) -> bool:
-        return self._scheduler is not None and self._scheduler.stores.under_way > 0
+        return self._scheduler is not None and self._scheduler.stores.frees
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool | None:

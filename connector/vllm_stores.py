@@ -4,6 +4,7 @@
 on the scheduler's thread. Imports ``vllm_plan`` and ``vllm_layout``.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,14 @@ class Stores:
     def under_way(self) -> int:
         """Jobs that some rank is not done with."""
         return len(self._jobs)
+
+    @property
+    def frees(self) -> bool:
+        """Whether a page becomes free when the stores under way are done: nobody else holds it."""
+        if self._pool is None:
+            return False
+        holds = Counter(number for job in self._jobs.values() for number in job.pages)
+        return any(self._pool.blocks[number].ref_cnt <= count for number, count in holds.items())
 
     def bind(self, pool: Any) -> None:
         """vLLM's block pool."""

@@ -1,6 +1,7 @@
 """Any order of arrivals, preemptions, aborts and refused stores: right answers, and no page held in the end."""
 
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ from hypothesis import strategies as st
 
 from terracekv.connector import vllm_start
 from terracekv.connector.client import Client, Copy, Stored
+from terracekv.connector.vllm_plan import Results, Store
+from terracekv.connector.vllm_scheduler import Shape
+from terracekv.connector.vllm_stores import Stores
 from terracekv.tests.harness import Daemon
 from terracekv.tests.mock_engine import Engine, truth
-from terracekv.tests.mock_pages import Request, prompt
+from terracekv.tests.mock_pages import BLOCK, PAGE, Pool, Request, prompt
 
 _models = itertools.count()
 ACTS = st.lists(
@@ -75,3 +79,21 @@ def test_more_requests_than_there_are_pages_for_all_come_to_their_end(daemon: Da
         requests = [prompt(f"{n}", 50, seed=n % 3, answer_tokens=30) for n in range(8)]
         assert engine.ask(*requests) == [truth(request) for request in requests]
         assert any(request.loaded_tokens for request in requests)
+
+
+def test_pages_are_waited_for_only_where_a_store_is_the_last_to_hold_one() -> None:
+    pool = Pool(20)
+    stores = Stores(Shape(page_tokens=(PAGE,), block_tokens=BLOCK, align=PAGE), 1.0)
+    stores.bind(pool)
+    pages = pool.take(4)
+    assert pages is not None and not stores.frees
+    of_request = [pool.blocks[number] for number in pages]
+    for job in (b"a", b"b"):  # two requests that have the same pages
+        assert isinstance(stores.plan("a", [job * 32, job * 16], 0, [pages], 0.0), Store)
+    assert stores.under_way == 2 and not stores.frees, "the request goes on, and keeps them"
+    pool.free_blocks(of_request[3:])
+    assert stores.frees, "the last page is held by the two stores alone"
+    list(stores.done(Results(stored=Counter({1: 1}))))
+    assert stores.frees
+    list(stores.done(Results(stored=Counter({2: 1}))))
+    assert not stores.frees and len(pool.free) == 16
