@@ -4,6 +4,7 @@ Pure, but for the files that it reads. Called by the worker half when the engine
 what the workers say. Imports ``vllm_weights``; of vLLM's configuration it reads attributes, and knows no class.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -98,7 +99,7 @@ def facts(
         found["max_model_len"] = model.max_model_len
     speculative = getattr(config, "speculative_config", None)
     if speculative is not None:
-        found["drafter"] = f"{speculative.method} {getattr(speculative, 'model', None)}"
+        found["drafter"] = _drafter(speculative, str(model.model))
     if any("CPU" in backend for backend in backends.values()):
         found["isa"] = cpu_flags()
         # In a batch of both, vLLM's LoRA for CPUs also adds an adapter's share to prompts that have none.
@@ -118,6 +119,20 @@ def _read_how(load: Any) -> list[str]:
     """How weights come out of the files: made up, from other files of the folder, from another place."""
     names = ("load_format", "ignore_patterns", "model_loader_extra_config")
     return [_told(getattr(load, name, None)) for name in names]
+
+
+def _drafter(speculative: Any, model: str) -> list[str]:
+    """Which drafter, whose KV is in the pages too: of a folder its weights, of a download its commit as well."""
+    name = str(getattr(speculative, "model", None))
+    draft = getattr(speculative, "draft_model_config", None)
+    commits = [getattr(speculative, "revision", None), getattr(getattr(draft, "hf_config", None), "_commit_hash", None)]
+    which = f"{name} {commits}"
+    if name == model:
+        which = "the model's own"
+    elif Path(name).is_dir():
+        with contextlib.suppress(ValueError):  # it has none, and is made up
+            which = weights_digest(Path(name))
+    return [str(speculative.method), which, str(getattr(speculative, "quantization", None))]
 
 
 def _told(setting: Any) -> str:

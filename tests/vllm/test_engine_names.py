@@ -36,7 +36,7 @@ def config(**changes: Any) -> SimpleNamespace:
     )
     return SimpleNamespace(
         model_config=model, cache_config=cache, parallel_config=parallel, load_config=load,
-        lora_config=changes.get("lora"),
+        lora_config=changes.get("lora"), speculative_config=changes.get("drafter"),
     )  # fmt: skip
 
 
@@ -78,6 +78,27 @@ def test_what_an_engine_makes_of_pictures_is_part_of_the_name() -> None:
     ]
     assert len({told(), *(told(multimodal=SimpleNamespace(**settings)) for settings in made)}) == 5
     assert told(multimodal=SimpleNamespace()) == told(multimodal=SimpleNamespace(mm_processor_cache_gb=8))
+
+
+def test_a_drafter_is_known_by_its_weights_or_commit_and_not_by_its_place(tmp_path: Path) -> None:
+    for name, weights in {"a": b"1" * 1000, "b": b"1" * 999 + b"2", "c": b"1" * 1000}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    (tmp_path / "made up").mkdir()
+
+    def with_drafter(model: str, commit: str | None = None, method: str = "eagle", **more: Any) -> str:
+        draft = SimpleNamespace(hf_config=SimpleNamespace(_commit_hash=commit))
+        return told(drafter=SimpleNamespace(method=method, model=model, draft_model_config=draft, **more))
+
+    a, b, c = (with_drafter(str(tmp_path / name)) for name in "abc")
+    assert a == c != b
+    (tmp_path / "a" / "model.safetensors").write_bytes(b"3" * 1000)
+    others = [
+        with_drafter(str(tmp_path / "a")), with_drafter(str(tmp_path / "made up")), with_drafter("org/draft"),
+        with_drafter("org/draft", "0" * 40), with_drafter("org/draft", "1" * 40),
+        with_drafter("org/name", method="mtp"), with_drafter("org/draft", "0" * 40, quantization="fp8"),
+    ]  # fmt: skip
+    assert len({told(), a, b, *others}) == 3 + len(others)
 
 
 def test_a_models_context_is_part_of_the_name_where_its_kv_depends_on_it() -> None:
