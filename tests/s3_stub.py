@@ -10,7 +10,7 @@ import threading
 import time
 import urllib.parse
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -18,6 +18,7 @@ from email.utils import format_datetime
 from hashlib import md5
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 BUCKET = "blocks"
@@ -66,6 +67,8 @@ class Switches:
     unheeded: str = ""
     """A parameter of lists that is not looked at: prefix, start-after or continuation-token; or ``end``: lists are
     pages of nothing, one after the other."""
+    by_folder: bool = False
+    """Lists go folder by folder: what is in ``a/`` comes before ``a-b``, as of a server that keeps names as paths."""
     strange: bytes | None = None
     """What is sent instead of any answer, as it is; the connection is closed after it."""
     strange_where: str = ""
@@ -321,7 +324,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, query: dict[str, str]) -> None:
         query.pop(self.switches.unheeded, None)
         prefix, after = query.get("prefix", ""), query.get("continuation-token", query.get("start-after", ""))
-        keys = sorted(key for key in list(self.server.stub.objects) if key.startswith(prefix) and key > after)
+        order: Callable[[str], Any] = (lambda key: key.split("/")) if self.switches.by_folder else str
+        mine = [key for key in list(self.server.stub.objects) if key.startswith(prefix) and order(key) > order(after)]
+        keys = sorted(mine, key=order)
         page = keys[: min(100, int(query.get("max-keys", 1000)))]
         rows = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(kept.content)}</Size>"

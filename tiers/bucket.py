@@ -39,6 +39,8 @@ from terracekv.tiers.s3_settings import S3Settings
 
 EMPTY_PAGES_MAX = 1000
 """Of a list, one after the other: a service may pass over what was deleted, but not for ever."""
+_ORDERS: tuple[Callable[[str], Any], ...] = (str, lambda key: key.split("/"))
+"""In which a list may be: by characters, as S3 says; or folder by folder, as services do that keep names as paths."""
 REQUESTS_MAX = 4
 """Of one call: botocore follows redirects, and each to the next without end."""
 _FORBIDDEN_S = 60.0
@@ -192,16 +194,17 @@ class Bucket:
         return copied is not None
 
     def list(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Object]:
-        """All objects whose keys begin so and come ``after`` a key, in order; each page has ``deadline_s`` seconds.
-        Unreachable when the list has others, as of a server that does not heed what it is asked: what is listed may be
-        deleted, and a list that begins anew has no end."""
-        last, empty = after, 0
+        """All objects whose keys begin so and come ``after`` a key, in the server's order; each page has ``deadline_s``
+        seconds. Unreachable when the list has others, as of a server that does not heed what it is asked: what is
+        listed may be deleted, and a list that begins anew has no end."""
+        last, empty, orders = after, 0, _ORDERS
         more: dict[str, Any] = {"StartAfter": after} if after else {}
         while True:
             deadline = time.monotonic() + deadline_s
             rows, after = self._ask("list_objects_v2", deadline, _page, Prefix=prefix, MaxKeys=1000, **more)
             for row in rows:
-                if not row.key.startswith(prefix) or row.key <= last:
+                orders = tuple(order for order in orders if order(row.key) > order(last))
+                if not row.key.startswith(prefix) or not orders:
                     raise Unreachable(
                         f"list_objects_v2: {plain(row.key)} is not what was asked for: is it an S3 service?"
                     )

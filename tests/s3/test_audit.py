@@ -162,6 +162,21 @@ def test_a_list_that_is_pages_of_nothing_ends(stub: S3Stub, bucket: Bucket, monk
         list(bucket.list("kv/", 5.0))
 
 
+def test_a_server_that_lists_folder_by_folder_is_looked_at_and_swept_whatever_else_lies_there(
+    a: Node, stub: S3Stub, bucket: Bucket
+) -> None:
+    fill(a, 130)
+    stub.switches.by_folder = True
+    space = a.now.id.hex()
+    for foreign in ("a/x", "a-b/x", "a.b", f"{space}/0/zz/y", f"{space}/0-old/y", f"{space}-old/y"):
+        stub.objects[f"kv/{foreign}"] = Kept(b"not ours", datetime.now(UTC))
+    assert [stored.about.key for stored in s3_audit.ls(bucket)] == stub.blocks()
+    assert [why for _, why in s3_audit.verify(bucket)] == [None] * 130
+    assert s3_audit.gc(bucket, 0, dry=True) == (0, 0)
+    assert a.tier.sweep(a.flush()) == (130, None)
+    assert len(stub.objects) == 8 and not stub.blocks(), "what is not ours stays, and the epoch and the probe"
+
+
 @pytest.mark.parametrize("unheeded", ["prefix", "start-after", "continuation-token"])
 def test_a_list_of_what_was_not_asked_for_sweeps_nothing_of_it(
     a: Node, stub: S3Stub, bucket: Bucket, unheeded: str
