@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from terracekv.tiers.breaker import Breaker, Throttle
+from terracekv.tiers.breaker import Breaker, State, Throttle
 from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.errors import TerraceError, TierDown
 from terracekv.tiers.s3_errors import Busy, Expired, NoBucket, Refused, Unreachable
@@ -67,7 +67,8 @@ class Caller:
             except Unreachable as error:
                 self.breaker.failed(error)
                 lost += 1
-                if lost > LOST_RETRIES or time.monotonic() >= deadline:
+                # Who opens the breaker says why: another try would only hear that it is open.
+                if lost > LOST_RETRIES or time.monotonic() >= deadline or self.breaker.state is not State.CLOSED:
                     raise
                 time.sleep(random.uniform(0, BUSY_PAUSE_S))
             else:

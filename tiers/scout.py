@@ -173,24 +173,19 @@ class Scout:
     ) -> dict[int, bool]:
         """Ask about several blocks at once; those not answered in time are left out, and noted when they come."""
 
-        def ask(id: bytes) -> bool:
+        def ask(id: bytes) -> bool | None:
             writes = self.stripe(id).writes
-            present = self.head(namespace, id, deadline) is not None
+            try:
+                present = self.head(namespace, id, deadline) is not None
+            except TerraceError as error:
+                self._failed(error)  # told here: nobody looks at an answer that comes late
+                return None
             ttl_s = self._settings.present_ttl_s if present else self._settings.absent_ttl_s
             self.learned(namespace, id, present, ttl_s, writes)
             return present
 
-        asked: dict[Future[bool], int] = {self._threads.submit(ask, ids[at]): at for at in positions}
+        asked: dict[Future[bool | None], int] = {self._threads.submit(ask, ids[at]): at for at in positions}
         done, late = wait(asked, max(0.0, deadline - time.monotonic()))
         for future in late:
             future.cancel()
-        answers = {}
-        for future in done:
-            error = future.exception()
-            if error is None:
-                answers[asked[future]] = future.result()
-            elif isinstance(error, TerraceError):
-                self._failed(error)
-            else:
-                raise error
-        return answers
+        return {asked[future]: answer for future in done if (answer := future.result()) is not None}

@@ -204,6 +204,25 @@ def test_a_dead_server_is_refused_at_once_and_the_breaker_closes_by_itself(a: No
     assert put(a.tier, a.now, name(2)) is Outcome.STORED
 
 
+def test_whoever_opens_the_breaker_says_why(a: Node, stub: S3Stub) -> None:
+    for _ in range(2):
+        a.tier.breaker.failed(TierDown("others had no answer either"))
+    stub.go()
+    assert put(a.tier, a.now, name(1)) is Outcome.FAILED
+    status = a.tier.status()
+    assert status.mode == "down" and status.last_event == "TKV-S3-UNREACHABLE" and status.advice
+    assert status.counters.io_errors == 1
+    stub.come_back()
+
+
+def test_a_question_that_fails_after_nobody_waits_for_it_is_told_all_the_same(a: Node, stub: S3Stub) -> None:
+    put(a.tier, a.now, name(1))
+    stub.switches.stall = True
+    assert a.tier.leading_remote(a.now, [name(2)], time.monotonic() + 0.1) == 0
+    until(lambda: a.tier.status().last_event == "TKV-S3-UNREACHABLE", "it is told")
+    stub.switches.stall = False
+
+
 def test_a_server_that_hangs_keeps_nobody_past_the_deadline(nodes: Nodes, stub: S3Stub) -> None:
     with nodes(timeout_s=1.0, read_timeout_s=0.3) as a:
         put(a.tier, a.now, name(1))
