@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 MARKER = b"TerraceKV keeps blocks of KV cache here. This object is written and read back at every start.\n"
 TRIAL_S = 3.0
+RIGHTS_S = 30.0
+"""While the credentials may not write, it is tried again so often."""
 PAGE_KEYS = 1000
 """Objects that a sweep lists at a time."""
 _CLOSED = TierDown("the tier is closed")
@@ -78,7 +80,7 @@ class S3Tier:
         self._ledger = Ledger(self.name)
         self._probed = False
         self.read_only = False
-        """The credentials may not write."""
+        """The credentials may not write, as far as was tried: see ``RIGHTS_S``."""
         self._closing = threading.Event()
         self._recovery = Steady("s3-recovery", self._recover)
         self._recovery.start()
@@ -349,6 +351,7 @@ class S3Tier:
             bucket.put(key, [MARKER], deadline)
         except Forbidden as error:
             self.read_only = True
+            self._ledger.noted(error)
             bucket.warn_once(error.event, f"s3: nothing will be stored: {error}")
         except Full as error:
             self._ledger.failed(error)  # room may come; what is there can be read
@@ -367,13 +370,30 @@ class S3Tier:
     def _recover(self) -> None:
         """The recovery thread: while the breaker is open it alone calls the bucket."""
         while not self._closing.is_set():
-            self.breaker.opened.wait()
-            if self._closing.wait(self.breaker.pause_s):
+            opened = self.breaker.opened.wait(RIGHTS_S)
+            if opened and self._closing.wait(self.breaker.pause_s):
                 return
             try:
-                self._caller.trial(lambda: self._examine(time.monotonic() + TRIAL_S))
+                if opened:
+                    self._caller.trial(lambda: self._examine(time.monotonic() + TRIAL_S))
+                elif self.read_only:
+                    self._try_to_write()
             except Exception as error:
                 journal.failed(INTERNAL, "s3 tier: a trial failed in a way not foreseen", error, tier=self.name)
             else:
-                if self.breaker.state is State.CLOSED:
+                if opened and self.breaker.state is State.CLOSED:
                     journal.info("TKV-S3-UP", f"s3 tier: bucket {self.settings.bucket} answers again", tier=self.name)
+
+    def _try_to_write(self) -> None:
+        """Whether the bucket's policy, or other credentials, let us write by now."""
+        deadline = time.monotonic() + TRIAL_S
+        key = f"{self.settings.root}terracekv.probe"
+        try:
+            self._caller.call(lambda: self._bucket.put(key, [MARKER], deadline), deadline)
+        except Forbidden as error:
+            self._ledger.noted(error)
+        except TierDown as error:
+            self._failed(error)
+        else:
+            self.read_only = False
+            journal.info("TKV-S3-UP", f"s3 tier: bucket {self.settings.bucket} takes blocks again", tier=self.name)

@@ -10,6 +10,7 @@ import pytest
 from terracekv.tests.blocks import get, in_threads, name, put
 from terracekv.tests.s3_stub import BUCKET, S3Stub
 from terracekv.tests.s3_tiers import Node, Nodes, soon, until
+from terracekv.tiers import s3
 from terracekv.tiers.breaker import State
 from terracekv.tiers.errors import ConfigError, TierDown
 from terracekv.tiers.tier import Outcome
@@ -155,6 +156,20 @@ def test_without_the_right_to_write_the_tier_reads(nodes: Nodes, a: Node, stub: 
         assert put(b.tier, b.now, name(2)) is Outcome.FAILED
         assert "s3:PutObject" in str(b.tier.status().last_error)
         assert b.tier.status().mode == "read-only"
+
+
+def test_a_tier_that_may_not_write_says_so_and_writes_once_it_may(
+    nodes: Nodes, stub: S3Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "RIGHTS_S", 0.02)
+    stub.switches.forbid_writes = True
+    with nodes() as a:
+        status = a.tier.status()
+        assert status.mode == "read-only" and status.last_event == "TKV-S3-FORBIDDEN"
+        assert "s3:PutObject" in str(status.advice)
+        stub.switches.forbid_writes = False
+        until(lambda: a.tier.status().mode == "up", "it writes")
+        assert put(a.tier, a.now, name(1)) is Outcome.STORED
 
 
 def test_an_unknown_profile_is_named_at_start(nodes: Nodes) -> None:
