@@ -216,9 +216,7 @@ class HttpDoor:
         except ConnectionError:
             raise  # the client has gone: there is nobody to answer
         except Exception as error:
-            self.errors += 1
-            journal.failed(INTERNAL, f"a request failed: {request.method} {label}", error, route=label)
-            response = failure(request, self._own_fault(error))
+            response = failure(request, self._failed(error, f"a request failed: {request.method} {label}", label))
         finally:
             del self._busy[task]
         if self._closing:
@@ -226,9 +224,14 @@ class HttpDoor:
         self._metrics.observe(method, label, response.status, time.perf_counter() - started)
         return response
 
-    def _own_fault(self, error: Exception) -> Problem:
+    def _failed(self, error: Exception, what: str, route: str) -> Problem:
+        """What to answer to an error that nobody foresaw, once it is logged: a file system's, or our own fault."""
         if isinstance(error, OSError) and error.errno in NO_ROOM:
-            return no_room(error, f"{self._config.daemon.state_dir} or {self._config.disk.path}")
+            problem = no_room(error, f"{self._config.daemon.state_dir} or {self._config.disk.path}")
+            journal.error("TKV-NO-ROOM", f"{what}: {problem.message}", route=route)
+            return problem
+        self.errors += 1
+        journal.failed(INTERNAL, what, error, route=route)
         return Problem(500, "internal", f"the daemon failed on this request: {error}", "see its log")
 
     def _admit(self, request: web.BaseRequest, route: Route, tcp: bool) -> None:

@@ -103,7 +103,9 @@ async def test_orders_for_an_unknown_namespace_are_404(people: People) -> None:
 
 
 @served()
-async def test_a_full_or_read_only_disk_is_507_and_names_where(people: People, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_or_read_only_disk_is_507_and_names_where(
+    people: People, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     people.register()
     for number, path in ((errno.ENOSPC, None), (errno.EROFS, "/state/namespaces.new")):
         error = OSError(number, os.strerror(number), path)
@@ -116,6 +118,9 @@ async def test_a_full_or_read_only_disk_is_507_and_names_where(people: People, m
         assert (status, answer["error"]["kind"]) == (507, "no_room")
         assert (path or str(people.folder / "state")) in answer["error"]["message"]
         assert os.strerror(number) in answer["error"]["message"] and answer["error"]["hint"]
+    said = [(getattr(record, "event", ""), record.exc_info) for record in caplog.records]
+    assert said == [("TKV-NO-ROOM", None)] * 2 and people.door.errors == 0, "it is no fault of ours"
+    caplog.clear()
 
 
 @served()
