@@ -7,7 +7,7 @@ brings boto3 along. Imports ``config``, ``config_s3`` and ``tiers``.
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from terracekv.daemon.config import Config
 from terracekv.daemon.config_s3 import S3, settings_of
@@ -16,6 +16,9 @@ from terracekv.tiers.block import KEY_BYTES, shard_of
 from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.errors import BadRequest, ConfigError, NotFound, TierDown
 from terracekv.tiers.namespace import Namespace, Namespaces
+
+if TYPE_CHECKING:
+    from terracekv.tiers.seal import Keys
 
 PREFIX_DIGITS, ID_DIGITS = 8, 64
 
@@ -70,14 +73,16 @@ def spaces(bucket: Bucket) -> list[dict[str, Any]]:
     ]
 
 
-def verified(bucket: Bucket, namespace_id: bytes | None) -> Iterator[dict[str, Any]]:
-    """Every block, read and checked; ``problem`` is null when it is whole. TierDown when one cannot be read: that is
-    the link's fault or the server's, and says nothing of the blocks."""
+def verified(bucket: Bucket, namespace_id: bytes | None, keys: "Keys | None" = None) -> Iterator[dict[str, Any]]:
+    """Every block, read and checked; ``problem`` is null when it is whole, ``locked`` says of a sealed one that none of
+    ``keys`` sealed it. TierDown when one cannot be read: that is the link's fault or the server's, and says nothing of
+    the blocks."""
     whole = damaged = 0
     try:
         for stored, problem in s3_audit.verify(bucket, namespace_id=namespace_id):
             whole, damaged = whole + (problem is None), damaged + (problem is not None)
-            yield _row(stored) | {"bytes": stored.about.size, "problem": problem}
+            locked = bool(stored.sealed_with) and (keys is None or not keys.has(memoryview(stored.sealed_with)))
+            yield _row(stored) | {"bytes": stored.about.size, "problem": problem, "locked": locked}
     except TierDown as error:
         raise TierDown(
             f"not all blocks could be read; until then {whole:,} were whole, {damaged:,} damaged: {error.message}",

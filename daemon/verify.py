@@ -205,8 +205,9 @@ def _bucket(config: Config) -> Report:
 
     report = Report("s3", "in the bucket", done="left: nobody is served it, and the next put replaces it")
     try:
-        for row in verified(*chosen(config, None)):
+        for row in verified(*chosen(config, None), keys=open_keys(config.encryption)):
             report.checked += 1
+            report.locked += row["locked"]
             if row["problem"] is not None:
                 report.wrong[f"{row['key']}.{row['shard']}"] = row["problem"]
     except TerraceError as error:

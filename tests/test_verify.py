@@ -13,6 +13,7 @@ import pytest
 from terracekv.daemon.http_client import Answered, Door
 from terracekv.tests.harness import Blocks, Daemon, payload_of
 from terracekv.tests.people import People, keys_of, served
+from terracekv.tests.s3_stub import BUCKET, s3_stub
 from terracekv.tests.test_stuck import flush_host
 from terracekv.tiers.block import block_id
 
@@ -138,6 +139,21 @@ def test_a_sealed_block_whose_key_is_not_at_hand_is_counted_and_stays(
         daemon.start()
         with daemon.client() as client:
             assert client.get(keys).blocks == 8
+
+
+def test_sealed_blocks_of_the_bucket_whose_key_is_not_at_hand_are_counted(shm_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    keys = tmp_path / "keys"
+    keys.write_text("ab" * 32)
+    with s3_stub(tmp_path) as stub:
+        bucket = {"bucket": BUCKET, "endpoint": stub.endpoint, "credentials_file": str(stub.credentials)}
+        settings = {f"s3__{name}": value for name, value in ({"enabled": "true"} | bucket).items()}
+        with Daemon(shm_dir, tmp_path, encryption__key_file=str(keys), **settings) as daemon, daemon.client() as client:
+            assert client.put(client.chain(1, 8), durable=True).durable == 8
+            for at_hand, locked in (("ab" * 32, 0), ("cd" * 32, 8), ("cd" * 32 + "\n" + "ab" * 32, 0)):
+                keys.write_text(at_hand)
+                code, reports = verify(daemon, "--tier", "s3")
+                assert code == 0 and (reports["s3"]["checked"], reports["s3"]["locked"]) == (8, locked), reports
 
 
 def test_where_no_daemon_ever_ran_there_is_nothing_to_look_at_and_nothing_is_made(

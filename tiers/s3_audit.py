@@ -8,7 +8,7 @@ Owns nothing; called by one thread, beside running daemons or without any. Each 
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terracekv.tiers.body import Object
 from terracekv.tiers.bucket import Bucket
@@ -29,6 +29,8 @@ class Stored:
 
     about: Object
     place: Place
+    sealed_with: bytes = b""
+    """Of a sealed one whose body was read and is whole: its first bytes, which name the key."""
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ def verify(
                 if record.payload_bytes > PAYLOAD_BYTES_MAX:
                     raise Damaged(f"{stored.about.key} promises {record.payload_bytes} bytes")
                 if is_sealed(record.codec):
-                    sealed_bytes(body, record)
+                    stored = replace(stored, sealed_with=sealed_bytes(body, record))
                 else:
                     payload(body, record, memoryview(bytearray(record.payload_bytes)))
         except Damaged as error:

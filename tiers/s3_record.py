@@ -18,7 +18,7 @@ from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.segment import Record, pages_of
 from terracekv.tiers.segment import decode as decode_header
 from terracekv.tiers.tier import PAGE
-from terracekv.tiers.vault import Vault
+from terracekv.tiers.vault import OVERHEAD_BYTES, Vault
 
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9]{1,10})/([0-9a-f]{2})/([0-9a-f]{64})\.([0-9]{1,5})")
 _PADDING = bytes(PAGE)
@@ -124,19 +124,21 @@ def _timed(body: Body, record: Record, read: Callable[[], None]) -> float:
     return max(0.0, spent_s)
 
 
-def sealed_bytes(body: Body, record: Record) -> None:
+def sealed_bytes(body: Body, record: Record) -> bytes:
     """Read the rest of a body whose record is sealed. Damaged when it is not what was stored: that much is seen without
-    a key."""
-    running = RunningChecksum()
+    a key. The first of its bytes, which name the key."""
+    running, head = RunningChecksum(), b""
     left = record.stored_bytes
     while left:
         piece = memoryview(bytearray(min(left, _PIECE_BYTES)))
         body.read_into(piece)
         running.add(piece)
+        head = head or bytes(piece[:OVERHEAD_BYTES])
         left -= len(piece)
     if running.value != record.checksum:
         raise Damaged(f"{body.about.key} has other bytes than were stored")
     _padding(body, record)
+    return head
 
 
 def _padding(body: Body, record: Record) -> None:
