@@ -1,7 +1,7 @@
 """The epoch of a namespace as all nodes of a bucket see it: one small object beside the namespace's blocks.
 
-Owns when each namespace was last compared, and which flushes the bucket has not heard of. Called by the s3 tier from
-worker threads. Imports ``caller``, ``errors``, ``namespace``, ``s3_errors`` and ``s3_record``.
+Owns when each namespace was last compared; ``namespaces`` keeps which flushes the bucket has not heard of. Called by
+the s3 tier from worker threads. Imports ``caller``, ``errors``, ``namespace``, ``s3_errors`` and ``s3_record``.
 
 Epochs only grow, here and in the bucket, and whoever sees a higher one takes it over. So nodes agree without talking,
 a node that was away learns of a flush before it reads or writes, and a flush that the bucket misses is made up for.
@@ -9,6 +9,7 @@ a node that was away learns of a flush before it reads or writes, and a flush th
 
 import threading
 import time
+from collections.abc import Callable
 
 from terracekv.tiers.caller import Caller
 from terracekv.tiers.errors import TierDown
@@ -32,12 +33,11 @@ class Epochs:
         self._lock = threading.Lock()
         self._asking: dict[bytes, threading.Lock] = {}
         self._compared: dict[bytes, float] = {}
-        self._unheard = set[bytes]()
 
     @property
     def unheard(self) -> int:
         """Flushes that the bucket has not heard of."""
-        return len(self._unheard)
+        return len(self._namespaces.unheard)
 
     def key(self, id: bytes) -> str:
         """Where a namespace's epoch is kept."""
@@ -63,12 +63,12 @@ class Epochs:
     def flush(self, namespace: Namespace, deadline: float) -> None:
         """Tell the bucket of a flush, after the local epoch was raised. TierDown: it is told at the next chance."""
         with self._lock:
-            self._unheard.add(namespace.id)
             self._compared.pop(namespace.id, None)
+        _kept(lambda: self._namespaces.note_unheard(namespace.id, True))
         self._raise(namespace.id, deadline)
 
     def _compare(self, id: bytes, deadline: float) -> None:
-        if id in self._unheard:
+        if id in self._namespaces.unheard:
             self._raise(id, deadline)
             return
         for _ in range(_RACES_MAX):
@@ -89,19 +89,13 @@ class Epochs:
                 raise TierDown(f"{self.key(id)} stands at {there}, the last that there is", _MEND)
             if self._write(id, wanted, etag, deadline):
                 self._took(id, wanted)
-                with self._lock:
-                    self._unheard.discard(id)
+                _kept(lambda: self._namespaces.note_unheard(id, False))
                 return
         raise TierDown(f"{self.key(id)} changes all the time", "is another program writing to the bucket?")
 
     def _took(self, id: bytes, epoch: int) -> None:
         if epoch > self._epoch(id):
-            try:
-                self._namespaces.adopt(id, epoch)
-            except OSError as error:
-                raise TierDown(
-                    f"the epoch of the bucket cannot be kept here: {error}", "free the state folder"
-                ) from error
+            _kept(lambda: self._namespaces.adopt(id, epoch))
         self._compared[id] = time.monotonic()
 
     def _epoch(self, id: bytes) -> int:
@@ -136,3 +130,11 @@ class Epochs:
     def _put(self, id: bytes, epoch: int, condition: dict[str, str], deadline: float) -> None:
         content = b"%d" % epoch
         self._caller.call(lambda: self._caller.bucket.put(self.key(id), [content], deadline, **condition), deadline)
+
+
+def _kept(note: Callable[[], object]) -> None:
+    """Note something in the state folder. TierDown when that cannot be."""
+    try:
+        note()
+    except OSError as error:
+        raise TierDown(f"the epoch of the bucket cannot be kept here: {error}", "free the state folder") from error

@@ -66,6 +66,8 @@ class Namespaces:
         self._by_id: dict[bytes, Namespace] = {}
         self.identity = os.urandom(16).hex()
         """Changes when the file is lost; the catalog of another identity has other numbers and is rebuilt."""
+        self.unheard = frozenset[bytes]()
+        """Namespaces of which a flush was not told to the bucket yet: kept, as the daemon may end before it is."""
         if path.exists():
             self._read()
         else:
@@ -121,6 +123,13 @@ class Namespaces:
             self._put(raised)
             return raised
 
+    def note_unheard(self, id: bytes, unheard: bool) -> None:
+        """Whether the bucket has still to be told of a flush. Known first: told twice is better than never."""
+        with self._lock:
+            before, self.unheard = self.unheard, self.unheard | {id} if unheard else self.unheard - {id}
+            if before != self.unheard:
+                self._write(self._by_id)
+
     def _next_number(self) -> int:
         return 1 + max((n.number for n in self._by_id.values()), default=0)
 
@@ -142,6 +151,7 @@ class Namespaces:
             if (content["format"] > 1 or "check" in content) and content["check"] != _check(self.identity, rows):
                 raise ValueError("its check says that it is not as it was written")
             self._by_id = {known.id: known for known in map(_namespace, rows)}
+            self.unheard = frozenset(bytes.fromhex(id) for id in content.get("unheard", ()))
             if len({known.number for known in self._by_id.values()}) < len(rows):
                 raise ValueError("two namespaces have one number")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -154,6 +164,8 @@ class Namespaces:
         rows = [_row(n) for n in by_id.values()]
         check = _check(self.identity, rows)
         content = {"format": FORMAT, "check": check, "identity": self.identity, "namespaces": rows}
+        if self.unheard:
+            content["unheard"] = sorted(id.hex() for id in self.unheard)
         fresh = self._path.with_suffix(".new")
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(content, file, indent=1)

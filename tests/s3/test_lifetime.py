@@ -88,6 +88,29 @@ def test_a_flush_that_the_bucket_missed_is_made_up_for(nodes: Nodes, stub: S3Stu
         assert b.now.epoch == a.now.epoch == 1
 
 
+def test_a_flush_that_the_bucket_missed_covers_what_others_stored_before_it_after_a_restart_too(
+    nodes: Nodes, stub: S3Stub
+) -> None:
+    with nodes("b", epoch_ttl_s=0) as b:
+        with nodes("a", timeout_s=0.5) as a:
+            put(a.tier, a.now, name(1))
+            b.flush()
+            assert put(b.tier, b.now, name(1)) is Outcome.STORED
+            stub.go()
+            with pytest.raises(TierDown):
+                a.flush()
+        stub.come_back()
+        with nodes("a") as a:
+            assert a.tier.status().details["unheard_flushes"] == 1
+            for _ in range(2):
+                assert get(a.tier, a.now, name(1))[0] is Outcome.MISS
+            assert a.tier.status().details["unheard_flushes"] == 0
+        with nodes("a") as a:
+            assert a.tier.status().details["unheard_flushes"] == 0 and a.now.epoch == 2
+        until(lambda: b.tier.status().mode == "up", "it comes back")
+        assert b.tier.leading_remote(b.now, [name(1)], soon()) == 0 and b.now.epoch == 2
+
+
 def test_flushed_objects_are_reclaimed_and_present_ones_are_not(a: Node, stub: S3Stub) -> None:
     for index in range(5):
         put(a.tier, a.now, name(index))
