@@ -1,19 +1,24 @@
 """Looks at a bucket from outside: what is in it, is it whole, what is of no use any more. For the command line.
 
-Owns nothing; called by one thread, beside running daemons or without any. Each call of the server has
-``timeout_s``; TierDown when it fails. Imports ``body``, ``bucket``, ``codec_id``,
-``errors`` and ``s3_record``.
+Owns nothing; called by one thread, beside running daemons or without any. Each call of the server has ``timeout_s``,
+and is made again where the server asks for fewer; TierDown when it fails. Imports ``body``, ``bucket``, ``codec_id``,
+``errors``, ``s3_errors`` and ``s3_record``.
 """
 
+import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import TypeVar
 
 from terracekv.tiers.body import Object
 from terracekv.tiers.bucket import Bucket
 from terracekv.tiers.codec_id import is_sealed
 from terracekv.tiers.errors import Damaged
+from terracekv.tiers.s3_errors import Busy
 from terracekv.tiers.s3_record import Place, epoch_key, epoch_of, header, payload, place_of, sealed_bytes
 
 PAYLOAD_BYTES_MAX = 4 << 30
@@ -21,6 +26,12 @@ PAYLOAD_BYTES_MAX = 4 << 30
 
 
 LINK_BYTES_PER_S = 1e4
+PAGE_KEYS = 1000
+"""Objects that are listed at a time."""
+PAUSES_S = (0.1, 0.4, 1.6, 6.4)
+"""Before a call is made again, of which the server said that it has too many; after the last it has failed."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +62,13 @@ def ls(bucket: Bucket, timeout_s: float = 30.0, namespace_id: bytes | None = Non
     """All blocks, of one namespace or of all, in order of names. Other objects are passed over."""
     root = bucket.settings.root
     within = f"{root}{namespace_id.hex()}/" if namespace_id is not None else root
-    for about in bucket.list(within, timeout_s):
-        place = place_of(root, about.key)
-        if place is not None:
-            yield Stored(about, place)
+    after = ""
+    while page := _patiently(partial(_page, bucket, within, timeout_s, after)):
+        for about in page:
+            place = place_of(root, about.key)
+            if place is not None:
+                yield Stored(about, place)
+        after = page[-1].key
 
 
 def begun_by(bucket: Bucket, digits: str, timeout_s: float = 30.0) -> list[bytes]:
@@ -62,10 +76,10 @@ def begun_by(bucket: Bucket, digits: str, timeout_s: float = 30.0) -> list[bytes
     ids: list[bytes] = []
     root, after = bucket.settings.root, ""
     while len(ids) < 2:
-        found = next(bucket.list(f"{root}{digits}", timeout_s, after=after), None)
-        if found is None:
+        found = _patiently(partial(_page, bucket, f"{root}{digits}", timeout_s, after, 1))
+        if not found:
             break
-        name = found.key[len(root) :].partition("/")[0]
+        name = found[0].key[len(root) :].partition("/")[0]
         if re.fullmatch("[0-9a-f]{64}", name):
             ids.append(bytes.fromhex(name))
         after = f"{root}{name}0"  # after all keys that go on with a slash
@@ -102,23 +116,12 @@ def verify(
     that says nothing of the block."""
     for stored in ls(bucket, timeout_s, namespace_id):
         try:
-            enough_s = timeout_s + stored.about.size / LINK_BYTES_PER_S
-            with bucket.get(stored.about.key, time.monotonic() + enough_s) as body:
-                if body is None:
-                    continue
-                record = header(body)
-                if Place(record.namespace_id, record.epoch, record.id) != stored.place:
-                    raise Damaged(f"{stored.about.key} holds another block than its name says")
-                if record.payload_bytes > PAYLOAD_BYTES_MAX:
-                    raise Damaged(f"{stored.about.key} promises {record.payload_bytes} bytes")
-                if is_sealed(record.codec):
-                    stored = replace(stored, sealed_with=sealed_bytes(body, record))
-                else:
-                    payload(body, record, memoryview(bytearray(record.payload_bytes)))
+            seen = _patiently(partial(_looked_at, bucket, stored, timeout_s))
         except Damaged as error:
             yield stored, error.message
         else:
-            yield stored, None
+            if seen is not None:
+                yield seen, None
 
 
 def gc(
@@ -135,7 +138,7 @@ def gc(
         if stored.place.epoch >= epochs[id] and not 0 < ttl_s < stored.about.age_s:
             continue
         if not dry:
-            bucket.delete(stored.about.key, time.monotonic() + timeout_s)
+            _patiently(partial(_deleted, bucket, stored.about.key, timeout_s))
         blocks += 1
         size += stored.about.size
     return blocks, size
@@ -143,5 +146,42 @@ def gc(
 
 def _epoch(bucket: Bucket, namespace_id: bytes, timeout_s: float) -> int:
     """A namespace's epoch; 0, with which nothing is waste, when its object is absent or damaged."""
-    found = bucket.read(epoch_key(bucket.settings.root, namespace_id), 32, time.monotonic() + timeout_s)
+    key = epoch_key(bucket.settings.root, namespace_id)
+    found = _patiently(lambda: bucket.read(key, 32, time.monotonic() + timeout_s))
     return (epoch_of(found[0]) or 0) if found is not None else 0
+
+
+def _page(bucket: Bucket, within: str, timeout_s: float, after: str, keys: int = PAGE_KEYS) -> list[Object]:
+    return list(islice(bucket.list(within, timeout_s, after=after), keys))
+
+
+def _deleted(bucket: Bucket, key: str, timeout_s: float) -> None:
+    bucket.delete(key, time.monotonic() + timeout_s)
+
+
+def _looked_at(bucket: Bucket, stored: Stored, timeout_s: float) -> Stored | None:
+    """What is known of a block once all of it was read; None when it is gone. Damaged."""
+    enough_s = timeout_s + stored.about.size / LINK_BYTES_PER_S
+    with bucket.get(stored.about.key, time.monotonic() + enough_s) as body:
+        if body is None:
+            return None
+        record = header(body)
+        if Place(record.namespace_id, record.epoch, record.id) != stored.place:
+            raise Damaged(f"{stored.about.key} holds another block than its name says")
+        if record.payload_bytes > PAYLOAD_BYTES_MAX:
+            raise Damaged(f"{stored.about.key} promises {record.payload_bytes} bytes")
+        if is_sealed(record.codec):
+            return replace(stored, sealed_with=sealed_bytes(body, record))
+        payload(body, record, memoryview(bytearray(record.payload_bytes)))
+        return stored
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """What the work comes to; it is done again, after a longer pause each time, where the server asks for fewer calls:
+    it serves engines meanwhile."""
+    for pause_s in PAUSES_S:
+        try:
+            return work()
+        except Busy:
+            time.sleep(random.uniform(0.5, 1.0) * pause_s)
+    return work()

@@ -103,6 +103,23 @@ def test_what_cannot_be_read_is_not_called_damaged(a: Node, stub: S3Stub, troubl
     assert rows == [None, None] and "2 were whole, 0 damaged" in said
 
 
+def test_a_server_that_asks_for_fewer_calls_is_looked_at_and_swept_to_the_end(
+    a: Node, stub: S3Stub, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_audit, "PAUSES_S", (0.0,) * 4)
+    fill(a, 12)
+    stub.switches.slow_down = 0.5
+    assert [problem for _, problem in s3_audit.verify(bucket)] == [None] * 12
+    assert [space.objects for space in s3_audit.stat(bucket)] == [12]
+    assert s3_audit.begun_by(bucket, a.now.id.hex()[:8]) == [a.now.id]
+    for key in stub.blocks():
+        stub.age(key, 100)
+    assert s3_audit.gc(bucket, 10)[0] == 12 and not stub.blocks()
+    stub.switches.slow_down = 1.0
+    with pytest.raises(TierDown, match="SlowDown"):
+        list(s3_audit.ls(bucket))
+
+
 def test_a_slow_link_is_given_the_time_that_it_takes(a: Node, stub: S3Stub, bucket: Bucket) -> None:
     fill(a, 1)
     stub.switches.bytes_per_s = 15_000
