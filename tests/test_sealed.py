@@ -130,6 +130,7 @@ def test_without_the_key_a_block_is_a_miss_that_says_so_and_is_healed_by_the_nex
         assert get(tier, disk.namespace, IDS[0])[0] is Outcome.DAMAGED
         said = str(tier.status().last_error)
         assert IDS[0].hex() in said and ("no key" if not masters else "sealed with key") in said
+        assert "encryption.key_file" in str(tier.status().advice), "nobody need suspect the disk"
         assert MASTER.hex() not in said and OTHER.hex() not in said
         assert tier.leading(disk.namespace, IDS[:1]) == 0, "it is not listed any more"
         assert put(tier, disk.namespace, IDS[0]) is Outcome.STORED

@@ -58,7 +58,8 @@ class Ledger:
 
     def damaged(self, why: str) -> None:
         """Stored bytes were wrong."""
-        error = Damaged(why, "it is forgotten, and stored anew when it is computed; if it goes on, suspect the medium")
+        advice = "it is forgotten, and stored anew when it is computed; if it goes on, suspect the medium"
+        error = Damaged(why, f"{advice}, or, of what is sealed, encryption.key_file")
         journal.warning(error.event, f"{self._tier} tier: {why}; it is forgotten", tier=self._tier)
         with self._lock:
             self._counters.checksum_failures += 1
