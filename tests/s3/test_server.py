@@ -150,4 +150,5 @@ def test_a_server_that_is_killed_during_puts_and_gets_costs_nothing_but_misses(t
         assert not wrong and {Outcome.STORED, Outcome.HIT, Outcome.FAILED} <= seen
         assert slowest_s[0] < 2 * (c.tier.settings.timeout_s + c.tier.settings.read_timeout_s)
         assert c.tier.status().details["breaker_opened"] >= 1  # type: ignore[operator]
-        until(lambda: put(c.tier, c.now, name(999)) is Outcome.STORED, "it stores again")
+        # PRESENT where an earlier try was answered too late and stored all the same.
+        until(lambda: put(c.tier, c.now, name(999)) in (Outcome.STORED, Outcome.PRESENT), "it stores again")
