@@ -108,6 +108,8 @@ class Store:
         self.departed = Departed()
         self.promoter.damaged = self.departed.damaged
         host.on_evict = self._left_host
+        if disk is not None and 4 * host.status().capacity_bytes <= 3 * disk.capacity_bytes:
+            disk.roller.held_above = host.has  # one about as large as the disk has nearly all of it, used or not
         if near is not None:
             near.below = self.below
             near.hot.promoted = lambda namespace, id: self._emit("stored", namespace, [id], tier="gpu")

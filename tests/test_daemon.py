@@ -14,6 +14,7 @@ import pytest
 from terracekv.connector.client import Loaded, Stored
 from terracekv.tests.blocks import in_threads
 from terracekv.tests.harness import MIB, Daemon, payload_of, until
+from terracekv.tests.test_stuck import flush_host
 
 
 @pytest.fixture
@@ -294,3 +295,17 @@ def test_a_state_folder_that_cannot_be_written_refuses_new_namespaces_and_keeps_
 def test_a_model_without_a_name_is_refused(daemon: Daemon) -> None:
     with daemon.client(model="") as client:
         assert not client.joined and "model: empty" in str(client.last_trouble)
+
+
+def test_what_is_used_all_the_time_in_host_outlives_its_segment_on_disk(shm_dir: Path, tmp_path: Path) -> None:
+    """It is never read from disk, and is what one would miss most after the machine was started anew."""
+    small = {"host__size": "1MiB", "disk__size": "8MiB"}
+    with Daemon(shm_dir, tmp_path, **small) as daemon, daemon.client() as client:
+        hot = client.chain(0, 8)
+        client.put(hot, durable=True)
+        for number in range(1, 41):
+            client.put(client.chain(number, 64), durable=True)
+            assert client.get(hot).blocks == 8
+        flush_host(daemon)
+        assert client.lookup(client.chain(1, 64)).blocks == 0, "the disk has been filled more than once"
+        assert client.lookup(hot).per_tier == {"host": 0, "disk": 8} and client.get(hot).blocks == 8

@@ -162,8 +162,20 @@ def test_blocks_that_were_hit_outlive_their_segment(disk: Disks) -> None:
         tier.check()
 
 
+def test_blocks_that_are_used_above_outlive_their_segment_though_they_are_never_read_here(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        above = {name(3), name(17)}
+        tier.roller.held_above = lambda namespace, id: namespace == disk.namespace and id in above
+        for index in range(30 * PER_SEGMENT):
+            assert put(tier, disk.namespace, name(index)) is Outcome.STORED
+        assert verified(tier, disk.namespace, [name(3), name(17)]) == 2
+        assert not tier.leading(disk.namespace, [name(4)])
+        tier.check()
+
+
+@pytest.mark.parametrize("where", ["here", "above"])
 def test_when_everything_is_hit_at_most_half_of_a_segment_is_saved(
-    disk: Disks, monkeypatch: pytest.MonkeyPatch
+    disk: Disks, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     saved, most = 0, 0
     move, drop = Catalog.move, Catalog.drop_segment
@@ -181,9 +193,11 @@ def test_when_everything_is_hit_at_most_half_of_a_segment_is_saved(
     monkeypatch.setattr(Catalog, "move", moving)
     monkeypatch.setattr(Catalog, "drop_segment", dropping)
     with closing(disk.open()) as tier:
+        if where == "above":
+            tier.roller.held_above = lambda namespace, id: True
         for index in range(20 * PER_SEGMENT):
             assert put(tier, disk.namespace, name(index)) is Outcome.STORED
-            assert get(tier, disk.namespace, name(index))[0] is Outcome.HIT
+            assert where == "above" or get(tier, disk.namespace, name(index))[0] is Outcome.HIT
         counters = tier.status().counters
         assert tier.status().blocks + counters.evictions["capacity"] == 20 * PER_SEGMENT
         assert most == PER_SEGMENT // 2

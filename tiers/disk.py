@@ -8,7 +8,7 @@ Owns one folder, alone: ``catalog/``, ``segments/``, the lock and the state file
 A put takes room under the shelf's lock, writes the record outside of any lock, then publishes it in the catalog: from
 there on it is listed, and it survives the death of the process. A get pins the segment, so it never reads a file that
 is being reused. When the active segment is full the next one becomes active and the oldest is evicted, its blocks that
-were hit since being appended anew; so bytes on disk stay below the capacity by construction:
+were hit since, here or above, being appended anew; so bytes on disk stay below the capacity by construction:
 
     segment files with their overhead + the catalog's map after its next growth + small files <= capacity
 """
@@ -117,7 +117,7 @@ class DiskTier:
                 ends=self._catalog.segments() if whole else None,
                 synced=whole and self._owned.was_clean,
             )
-            self._roller = Roller(files, self._shelf, self._catalog, self._namespaces, self._ledger)
+            self.roller = Roller(files, self._shelf, self._catalog, self._namespaces, self._ledger)
             upkeep.warn_of_foreign_files(self.folder, self._shelf)
             for number in self._shelf.shrink() + self._shelf.lost:
                 self._catalog.drop_segment(number)
@@ -310,7 +310,7 @@ class DiskTier:
 
     def _append(self, namespace: Namespace, id: bytes, stored: Sealed) -> Outcome:
         pages = 1 + pages_of(stored.size)
-        room = self._roller.room(pages)
+        room = self.roller.room(pages)
         if room is None:
             return Outcome.FULL
         segment, page = room

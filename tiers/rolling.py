@@ -7,13 +7,14 @@ worker threads. Imports ``catalog``, ``entry``, ``failpoint``, ``ledger``, ``nam
 
 import mmap
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.entry import Entry, id_of
 from terracekv.tiers.failpoint import failpoint
 from terracekv.tiers.ledger import Ledger
-from terracekv.tiers.namespace import Namespaces
+from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.segment import SegmentFiles
 from terracekv.tiers.shelf import Segment, Shelf
 from terracekv.tiers.tier import PAGE
@@ -31,6 +32,9 @@ class Roller:
         self._namespaces = namespaces
         self._ledger = ledger
         self._rolling = threading.Lock()
+        self.held_above: Callable[[Namespace, bytes], bool] | None = None
+        """Whether a smaller tier above holds a block: it does of an old one only if that was used since. Asked of the
+        blocks of a segment under eviction: what is served from above is never read here, and is used all the same."""
 
     def room(self, pages: int) -> tuple[Segment, int] | None:
         """Room for a record, after evicting if need be; None when nothing can be evicted."""
@@ -71,12 +75,12 @@ class Roller:
 
     def _evict(self, save: bool) -> bool:
         """Empty the oldest idle segment; False when there is none. ``save`` appends anew those of its blocks that were
-        hit, up to half of the segment, so that eviction always gains room."""
+        hit, here or above, up to half of the segment, so that eviction always gains room."""
         segment = self._shelf.victim()
         if segment is None:
             return False
         try:
-            if save and segment.hit:
+            if save and (segment.hit or self.held_above is not None):
                 for number in self._save_hits(segment):
                     self._files.sync(number)  # or a loss of power would take what was on the medium before
             evicted = self._catalog.drop_segment(segment.number)
@@ -90,7 +94,7 @@ class Roller:
 
     def _save_hits(self, segment: Segment) -> set[int]:
         """Append its hits anew; the segments that took them."""
-        targets = set[int]()
+        targets, stamps = set[int](), {namespace.stamp: namespace for namespace in self._namespaces}
         saving = segment.pages // 2
         after = -1
         # Of the buffer only what the largest block takes is ever touched. It is not closed by hand: whatever goes wrong
@@ -99,11 +103,17 @@ class Roller:
         while saving and (rows := self._catalog.held(segment.number, after)):
             for name, entry in rows:
                 pages = entry.end_page - entry.page
-                if segment.marked(entry.page) and pages <= saving and (target := self._save(name, entry, buffer)):
+                if pages > saving or not (segment.marked(entry.page) or self._is_above(stamps, name, entry)):
+                    continue
+                if target := self._save(name, entry, buffer):
                     saving -= pages
                     targets.add(target)
             after = rows[-1][1].page
         return targets
+
+    def _is_above(self, stamps: Mapping[int, Namespace], name: bytes, entry: Entry) -> bool:
+        namespace = stamps.get(entry.stamp)
+        return namespace is not None and self.held_above is not None and self.held_above(namespace, id_of(name))
 
     def _save(self, name: bytes, entry: Entry, buffer: memoryview) -> int:
         """Append a block of a segment under eviction anew, without rolling; the segment, 0 when it must go."""

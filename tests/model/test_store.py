@@ -165,7 +165,7 @@ class StoreMachine(EngineRules):
     def a_job_is_done_while_something_happens(self, n: int, line: str, model: Model, what: str) -> None:
         def meanwhile() -> None:
             self.world.meanwhile = lambda: None
-            if self.world.disk._roller._rolling.locked():
+            if self.world.disk.roller._rolling.locked():
                 return
             before = len(self.world.mover.jobs)
             if what.startswith("flush"):
