@@ -114,7 +114,8 @@ class SchedulerHalf:
         """Tokens that can be loaded beyond ``computed``; None: ask again, it is worth it. Idempotent."""
         tracked = self._requests.get(request.request_id) or self._track(request)
         if not tracked.read:
-            return 0
+            # Its keys are waited for: a step later it may be over, or a window may have passed over its pages.
+            return None if tracked.write and tracked.answer is not None and self._awaited(tracked.answer) else 0
         tokens = self._found(tracked, request, computed)
         now = self._clock()
         if tokens is not None:
@@ -132,16 +133,15 @@ class SchedulerHalf:
         if answer is None or not self._lookups.lasts(answer):
             self._drop(tracked)
             answer = tracked.answer = self._lookups.ask(tracked.chain, self._most(request))
-        now = self._clock()
+        if self._awaited(answer):
+            return None
         if answer.found is None:
-            if now < answer.asked + self._options.lookup_budget_ms / 1e3:
-                return None
             return self._offer(tracked, computed, 0, "deadline")
         most = min(answer.blocks * self._shape.block_tokens, self._most(request))
         ready = min(answer.ready * self._shape.block_tokens, self._most(request))
         if ready < most and most > computed:
             failed = answer.held is not None and answer.ready not in answer.held.pending
-            if not failed and now < answer.found + self._options.wait_ms / 1e3:
+            if not failed and self._clock() < answer.found + self._options.wait_ms / 1e3:
                 return None
             answer.why = "failed" if failed else "deadline"
         return self._offer(tracked, computed, ready, answer.why)
@@ -333,6 +333,10 @@ class SchedulerHalf:
         """Never the last token, whole pages, and one page less where a drafter needs the model's hidden states."""
         most: int = (request.num_tokens - 1) // self._shape.align * self._shape.align
         return max(0, most - self._shape.align) if self._shape.eagle else most
+
+    def _awaited(self, answer: Answer) -> bool:
+        """Whether a lookup may still come back in time."""
+        return answer.found is None and self._clock() < answer.asked + self._options.lookup_budget_ms / 1e3
 
     def _offer(self, tracked: Tracked, computed: int, reach: int, why: str | None) -> int:
         tokens = reach - computed

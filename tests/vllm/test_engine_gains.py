@@ -1,5 +1,7 @@
 """Both halves of the vLLM connector, between a miniature of vLLM and a real daemon: what is computed once is loaded."""
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,46 @@ def test_a_block_that_a_window_passed_over_before_it_was_whole_is_not_stored(eng
         again = prompt("b", 5 * BLOCK)
         assert second.ask(again) == [truth(again, windows=windows)]
         assert bool(again.loaded_tokens) == (chunk == 64)
+
+
+def wait_for(event: threading.Event) -> None:
+    """So that the thread that computes keys does nothing else."""
+    event.wait(30)
+
+
+@pytest.mark.parametrize("windows", [(None, 24), (None,)], ids=["a window", "none"])
+def test_a_request_that_only_stores_is_computed_when_its_keys_are_there(
+    engine: Make, windows: tuple[int | None, ...]
+) -> None:
+    keys_may_come = threading.Event()
+    with engine(windows=windows) as first:
+        assert first.half is not None
+        first.half._lookups._work.put(lambda: wait_for(keys_may_come))
+        first.add(prompt("a", 10 * BLOCK, kv_transfer_params={"terracekv": {"read": False}}))
+        try:
+            for _ in range(20):
+                first.step()
+        finally:
+            keys_may_come.set()
+    with engine(windows=windows) as second:
+        again = prompt("b", 10 * BLOCK + 1)
+        assert second.ask(again) == [truth(again, windows=windows)]
+        assert again.loaded_tokens == 10 * BLOCK
+
+
+def test_a_request_that_only_stores_waits_for_its_keys_no_longer_than_for_a_lookup(engine: Make) -> None:
+    keys_may_come = threading.Event()
+    now = time.monotonic()
+    with engine(windows=(None, 24), clock=lambda: now) as hasty:
+        assert hasty.half is not None
+        hasty.half._lookups._work.put(lambda: wait_for(keys_may_come))
+        hasty.add(prompt("a", 10 * BLOCK, kv_transfer_params={"terracekv": {"read": False}}))
+        try:
+            assert not hasty.step()
+            now += 60
+            assert hasty.step()
+        finally:
+            keys_may_come.set()
 
 
 def test_a_prompt_that_is_computed_in_chunks_is_stored_on_the_way(engine: Make) -> None:
