@@ -81,7 +81,7 @@ class Forgetting:
         self._pins = pins
         self._events = events
         self._epochs = {namespace.id: namespace.epoch for namespace in namespaces}
-        self._tasks = set[asyncio.Future[int]]()
+        self._tasks = set[asyncio.Task[Any]]()
         self._sweeping = asyncio.Lock()
         """A sweep of a local tier takes one worker, however many wait for theirs."""
 
@@ -131,8 +131,10 @@ class Forgetting:
                 await self._flush_below(work_below, lower, flushed)
         return flushed
 
-    async def notice(self) -> None:
-        """Deal with epochs that a tier took over from another node. Called every second or so."""
+    def notice(self) -> None:
+        """Deal with epochs that a tier took over from another node. What tiers have to do for it goes on behind: who
+        calls this, every second or so, has others to look after. Until then their blocks are misses by their epoch."""
+        flushed: list[tuple[Namespace, int]] = []
         for namespace in self._namespaces:
             before = self._epochs.setdefault(namespace.id, namespace.epoch)
             if before >= namespace.epoch:
@@ -142,16 +144,12 @@ class Forgetting:
             journal.info("TKV-FLUSHED-ELSEWHERE", text, namespace=namespace.id.hex(), epoch=namespace.epoch)
             self._events.publish("flushed", namespace=namespace.id.hex(), epoch=namespace.epoch)
             self._pins.expire()
-            for epoch in range(max(before, namespace.epoch - EPOCHS_MAX), namespace.epoch):
-                if self._near is not None:
-                    await self._drop_near(replace(namespace, epoch=epoch))
-                await self._mover.load(partial(self._host.drop, replace(namespace, epoch=epoch)))
-            old = replace(namespace, epoch=namespace.epoch - 1)
-            for lower, through in zip(self._below, self._through, strict=True):
+            for lower in self._below:
                 if isinstance(lower, Distant):
                     lower.forget(namespace)  # whoever flushed sweeps the bucket
-                else:
-                    await self._flush_below(self._sweep(old, lower, through), lower, Flushed())
+            flushed.append((namespace, before))
+        if flushed:
+            self._own(tasks.begin(self._follow(flushed), "flush-elsewhere"))
 
     async def close(self) -> None:
         """Stop waiting for what still goes on."""
@@ -159,11 +157,27 @@ class Forgetting:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def _follow(self, flushed: Sequence[tuple[Namespace, int]]) -> None:
+        """Take back the room of namespaces that another node flushed, each since the epoch that was known before."""
+        for namespace, before in flushed:
+            for epoch in range(max(before, namespace.epoch - EPOCHS_MAX), namespace.epoch):
+                if self._near is not None:
+                    await self._drop_near(replace(namespace, epoch=epoch))
+                await self._mover.load(partial(self._host.drop, replace(namespace, epoch=epoch)))
+        for namespace, _ in flushed:
+            for lower, through in zip(self._below, self._through, strict=True):
+                if not isinstance(lower, Distant):
+                    await self._sweep(replace(namespace, epoch=namespace.epoch - 1), lower, through)
+
+    def _own(self, work: "asyncio.Task[Any]") -> None:
+        """It ends with us."""
+        self._tasks.add(work)
+        work.add_done_callback(self._tasks.discard)
+
     async def _flush_below(self, sweep: Coroutine[Any, Any, int], lower: Lower, flushed: Flushed) -> None:
         """A lower tier's part of a flush, for so long as somebody waits for it. It goes on whether or not."""
         work = tasks.begin(sweep, f"flush-{lower.name}")
-        self._tasks.add(work)
-        work.add_done_callback(self._tasks.discard)
+        self._own(work)
         done, _ = await asyncio.wait([work], timeout=patience_s(lower))
         if done:
             flushed.dropped[lower.name] = work.result()

@@ -327,7 +327,7 @@ class Store:
         self.host.reap()
         if self.far is not None:
             self.far.watch(self.namespaces)
-            await self.forgetting.notice()
+            self.forgetting.notice()
         for through in self.through:
             through.sweep()
 

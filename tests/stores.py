@@ -180,6 +180,7 @@ class World:
         movers = [*self.movers, *([self.far.mover] if self.far else [])]
         while (
             self.store.promoter.coming
+            or self.store.forgetting._tasks
             or any(mover.queue_bytes or not mover.idle for mover in movers)
             or (self.far and not (self.far.idle and self.far.tier._caller.throttle.running == 0))
         ):

@@ -11,6 +11,7 @@ import pytest
 from terracekv.daemon import __main__ as life
 from terracekv.daemon.lookup_log import LookupLog
 from terracekv.tests.stores import World, Worlds, ids_of, key, opened_worlds
+from terracekv.tiers.namespace import Namespace
 
 worlds = pytest.fixture(opened_worlds)
 
@@ -79,3 +80,33 @@ def test_tokens_are_read_again_although_a_tier_keeps_the_housekeeper_waiting(
         assert read and "engine door" in http.not_ready
 
     worlds.run(story)
+
+
+def test_flushes_by_other_nodes_keep_nothing_else_waiting_for_a_slow_disk(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(w: World) -> None:
+        assert w.disk is not None
+        answers, reclaim = threading.Event(), w.disk.reclaim
+
+        def slow(namespace: Namespace) -> int:
+            assert answers.wait(30)
+            return reclaim(namespace)
+
+        monkeypatch.setattr(w.disk, "reclaim", slow)
+        monkeypatch.setattr(w.store, "far", SimpleNamespace(watch=lambda namespaces: None))
+        swept = list[None]()
+        monkeypatch.setattr(w.store.through[0], "sweep", lambda: swept.append(None))
+        await w.put(1, durable=True)
+        w.host.namespaces.adopt(w.namespace.id, 1)
+        await asyncio.wait_for(w.store.keep_house(), 10)
+        await w.put(2)
+        await w.store.pins.pin(w.namespace, ids_of(2), 0)
+        await asyncio.wait_for(w.store.keep_house(), 10)
+        assert not len(w.store.pins) and len(swept) == 2
+        answers.set()
+        while w.disk.status().blocks != 1 or w.host.status().blocks != 1:
+            await asyncio.sleep(0.001)
+        monkeypatch.undo()
+
+    worlds.run(story, stuck_s=30.0)

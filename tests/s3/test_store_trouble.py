@@ -154,6 +154,7 @@ def test_a_flush_on_one_node_is_a_flush_on_the_other(cluster: Cluster, disk: boo
             found = await b.store.find(b.namespace, [*KEYS, key(77)], 5.0)  # asks, and learns of the epoch
             assert b.namespace.epoch == a.namespace.epoch > old.epoch and found.blocks == 0
             await b.store.keep_house()
+            await b.idle()
             assert b.host.status().used_bytes == 0, "what the old epoch held was given back"
             assert not disk or b.disk.status().blocks == 0
             assert await b.put(*CHAIN) == CHAIN
@@ -198,6 +199,7 @@ def test_a_node_that_has_all_it_needs_in_host_hears_of_a_flush_too(cluster: Clus
             await b.idle()
             await b.store.keep_house()
             assert b.namespace.epoch == 1 and b.store.lookup(b.namespace, KEYS).blocks == 0
+            await b.idle()
             assert b.host.status().used_bytes == 0
             asked = c.stub.asked.total()
             await b.idle()
