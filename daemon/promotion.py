@@ -92,9 +92,11 @@ class Promoter:
         slots[end:] = [None] * (len(ids) - end)
         pending = absent[:below]
         comings = self._promote(namespace, [ids[index] for index in pending], found)
-        for index, coming, lower in zip(pending, comings, found, strict=True):
-            if waits or lower is not None:
-                self._wait(namespace, ids[index], index, coming, arrived)
+        named = zip(pending, comings, found, strict=True)
+        waited = [(index, coming) for index, coming, lower in named if waits or lower is not None]
+        told = self._together(namespace, ids[:end], len(waited), arrived)
+        for index, coming in waited:
+            self._wait(namespace, ids[index], index, coming, told)
         for index, slot in enumerate(slots):
             if slot is not None and host.unverified(slot):
                 slots[index] = None
@@ -180,7 +182,7 @@ class Promoter:
             self._stats.promoted += 1
             lower.flow.promoted += 1
             # Held until all who wait have had their turn, or a reserve in between could evict the block again.
-            held = [leased for leased in host.acquire(namespace, [id]) if leased is not None]
+            held = [leased for leased in host.acquire(namespace, [id], touch=False) if leased is not None]
             self._settle(namespace, id, outcome, lower)
             asyncio.get_running_loop().call_soon(host.release, held)
             self._promoted(namespace, id, lower)
@@ -215,7 +217,7 @@ class Promoter:
             if outcome not in (Outcome.STORED, Outcome.PRESENT):
                 arrived(index, outcome)
                 return
-            (slot,) = self._host.acquire(namespace, [id])
+            (slot,) = self._host.acquire(namespace, [id], touch=False)
             if slot is None:
                 arrived(index, Outcome.MISS)
                 return
@@ -224,6 +226,21 @@ class Promoter:
                 self._host.release([slot])
 
         coming.done.add_done_callback(came)
+
+    def _together(self, namespace: Namespace, chain: Sequence[bytes], count: int, arrived: Arrived) -> Arrived:
+        """As ``arrived``. When it was told of ``count`` blocks, the chain was used as a whole: its head, which came
+        first, would go before its tail."""
+        left = count
+
+        def told(index: int, result: Slot | Outcome) -> bool:
+            nonlocal left
+            left -= 1
+            wanted = arrived(index, result)
+            if not left:
+                self._host.touch(namespace, chain)
+            return wanted
+
+        return told
 
     def _verify(self, namespace: Namespace, id: bytes, index: int, slot: Slot, arrived: Arrived) -> None:
         """Check adopted bytes before they are believed; wrong ones are replaced from below where that has them."""

@@ -293,3 +293,18 @@ def test_adopted_bytes_that_are_wrong_are_replaced_from_disk_or_missed(worlds: W
 
     worlds.run(before, disk=on_disk)
     worlds.run(after, disk=on_disk)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_of_a_chain_that_came_up_the_tail_goes_first(worlds: Worlds, kept: int) -> None:
+    async def story(w: World) -> None:
+        await w.put(1, 2, 3, 4, durable=True)
+        await w.idle()
+        w.host.delete(w.namespace, ids_of(*range(1 + kept, 5)))
+        arrivals = Arrivals()
+        slots, _ = w.store.acquire(w.namespace, ids_of(1, 2, 3, 4), arrivals)
+        await w.idle()
+        w.host.release([*arrivals.slots, *(slot for slot in slots if slot is not None)])
+        assert [id for _, id in w.host.next_out(4)] == ids_of(4, 3, 2, 1)
+
+    worlds.run(story, threads=1)
