@@ -3,6 +3,7 @@
 import ctypes
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,42 @@ def test_all_that_goes_for_a_block_of_another_size_is_handed_down(
         put(tier, namespace, name(index))
     put(tier, registered(namespaces, 2, 2 * BLOCK_BYTES), name(9))
     assert sorted(handed) == sorted(name(index) for index in range(3))
+
+
+def test_what_goes_in_place_of_a_slab_that_is_in_use_is_handed_down(
+    tmp_path: Path, fake: FakeCupy, namespaces: Namespaces, namespace: Namespace
+) -> None:
+    """However many blocks lie in that slab: one that is read keeps all of them."""
+    large = registered(namespaces, 2, 2 * BLOCK_BYTES)
+    handed = list[bytes]()
+    with gpu_tier(tmp_path, fake, namespaces, 2 * SLAB_BYTES) as tier:
+        tier.held_below = lambda of, id: False
+        tier.demote = lambda of, id, payload, digest: handed.append(id)
+        for index in range(SLOTS):
+            put(tier, namespace, name(index))
+        room = SLAB_BYTES // (10 * 4096)
+        leases = [slot for slot in tier.acquire(namespace, [name(9)], touch=False) if slot is not None]
+        for index in range(100, 101 + room):
+            assert put(tier, large, name(index)) is Outcome.STORED
+        assert not tier.has(large, name(100)) and handed == [name(100)]
+        tier.release(leases)
+
+
+def test_what_goes_for_its_tenants_quota_is_handed_down(
+    tier: GpuTier, namespaces: Namespaces, namespace: Namespace
+) -> None:
+    red = namespaces.register(replace(namespace, id=bytes([9]) * 32, tenant="red"))
+    handed = list[bytes]()
+    tier.held_below = lambda of, id: False
+    tier.demote = lambda of, id, payload, digest: handed.append(id)
+    tier.shares.limits = {"red": 3 * 5 * 4096}
+    put(tier, namespace, name(0))
+    for index in range(1, 4):
+        put(tier, red, name(index))
+    leases = [slot for slot in tier.acquire(red, [name(1)], touch=False) if slot is not None]
+    assert put(tier, red, name(4)) is Outcome.STORED
+    assert tier.absent(red, [name(index) for index in range(1, 5)]) == [1] and handed == [name(2)]
+    tier.release(leases)
 
 
 def test_what_goes_is_dropped_when_a_tier_below_has_it_and_handed_down_when_none_has(

@@ -314,14 +314,14 @@ class Space(NamedTuple):
     order: Order
 
 
-def next_of(spaces: Iterable[Space], count: int) -> list[tuple[Namespace, bytes]]:
-    """Namespace and id of the ``count`` blocks that go next, of all."""
+def next_of(spaces: Iterable[Space]) -> Iterator[tuple[Space, bytes]]:
+    """The blocks of all spaces in the order in which they go. Good until one of them changes."""
 
-    def marked(space: Space) -> Iterator[tuple[int, Namespace, bytes]]:
-        return ((tick, space.namespace, id) for tick, id in space.order.upcoming())
+    def marked(space: Space) -> Iterator[tuple[int, Space, bytes]]:
+        return ((tick, space, id) for tick, id in space.order.upcoming())
 
     merged = merge(*map(marked, spaces), key=lambda entry: entry[0])
-    return [(namespace, id) for _, namespace, id in islice(merged, count)]
+    return ((space, id) for _, space, id in merged)
 
 
 class Ghosts:

@@ -2,8 +2,8 @@
 
 Owns one allocation on the device, the copies to and from it, and what other processes need to open it; slots, leases
 and eviction are those of ``SlotTier``. Made by the daemon where it is configured, called from its loop and its workers;
-copies happen outside the lock. Imports ``kernels``, ``checksum``, ``errors``, ``namespace``, ``slot_tier``, ``slots``
-and ``tier``.
+copies happen outside the lock. Imports ``kernels``, ``checksum``, ``errors``, ``eviction``, ``namespace``,
+``slot_tier``, ``slots`` and ``tier``.
 
 Only the daemon writes here, so a block is whole before an engine can hear of it. Engines read slots directly, under a
 lease, when CUDA lets them open the allocation; where it does not, ``sharing`` says why and they are served from host.
@@ -21,6 +21,7 @@ from terracekv.kernels.shared import Exported, NotShared, export
 from terracekv.kernels.shuttle import Shuttle
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.errors import NoGpu, NoRoom
+from terracekv.tiers.eviction import Space, next_of
 from terracekv.tiers.namespace import Namespace, Namespaces
 from terracekv.tiers.slot_tier import DAEMON, SlotTier
 from terracekv.tiers.slots import RECORD_BYTES, Slot, SlotTable, slot_bytes_for
@@ -148,9 +149,7 @@ class GpuTier(SlotTier):
     def _hand_down(self, namespace: Namespace, id: bytes) -> None:
         """Before a block is put that needs the place of others: keep those, if nobody below has them."""
         with self._lock:
-            slot_bytes = slot_bytes_for(namespace.block_bytes)
-            fits = self._table.free_slots(slot_bytes) > 0 or self.has(namespace, id)
-            leaving = [] if fits else self._leaving(slot_bytes)
+            leaving = [] if self.has(namespace, id) else self._leaving(namespace)
         for victim, going in leaving:
             if self.held_below(victim, going):
                 continue
@@ -165,19 +164,44 @@ class GpuTier(SlotTier):
             finally:
                 self.release([slot])
 
-    def _leaving(self, slot_bytes: int) -> list[tuple[Namespace, bytes]]:
-        """Under the lock: what goes for one more slot of this size. A block, or all of a slab of another size."""
-        for namespace, id in self.next_out(1 + len(self._leases)):
-            space = self._spaces[namespace.stamp]
-            place = space.order.get(id)
-            assert place is not None
-            records = [place * RECORD_BYTES]
+    def _leaving(self, namespace: Namespace) -> list[tuple[Namespace, bytes]]:
+        """Under the lock: what goes for one more block of this namespace. Blocks of its tenant where that has as much
+        as it may; and where there is no room a block, or all of a slab of another size."""
+        slot_bytes = slot_bytes_for(namespace.block_bytes)
+        leaving = self._leaving_for_quota(namespace, slot_bytes)
+        if self._table.free_slots(slot_bytes) or any(slot_bytes_for(of.block_bytes) == slot_bytes for of, _ in leaving):
+            return leaving
+        in_use = set[int]()
+        for space, id in next_of(self._spaces.values()):
+            records = [self._record(space, id)]
+            slab = self._table.slab_of(records[0])
             if space.slot_bytes != slot_bytes:
-                records = self._table.slots_in_slab(self._table.slab_of(records[0]))
-            if not any(record in self._leases or record in self._writing for record in records):
-                listed = [self._listed_in(record) for record in records]
-                return [(of.namespace, each) for of, each in listed]
-        return []
+                records = self._table.slots_in_slab(slab) if slab not in in_use else []
+            if not records or any(record in self._leases or record in self._writing for record in records):
+                in_use.add(slab)
+                continue
+            return leaving + [(of.namespace, each) for of, each in map(self._listed_in, records)]
+        return leaving
+
+    def _leaving_for_quota(self, namespace: Namespace, slot_bytes: int) -> list[tuple[Namespace, bytes]]:
+        limit, tenant = self.shares.limit(namespace.id), self.shares.tenant(namespace.id)
+        leaving: list[tuple[Namespace, bytes]] = []
+        if limit is None or slot_bytes > limit:
+            return leaving
+        over = self.shares.of(tenant) + slot_bytes - limit
+        own = [space for space in self._spaces.values() if self.shares.tenant(space.namespace.id) == tenant]
+        for space, id in next_of(own):
+            if over <= 0:
+                break
+            if self._record(space, id) not in self._leases:
+                leaving.append((space.namespace, id))
+                over -= space.slot_bytes
+        return leaving
+
+    def _record(self, space: Space, id: bytes) -> int:
+        place = space.order.get(id)
+        assert place is not None
+        return place * RECORD_BYTES
 
     def _failed(self, error: RuntimeError) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ while leased: gone for lookups, freed by the last release).
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from terracekv.tiers.audit import Audit, slab_after
 from terracekv.tiers.eviction import AUTO, ByWeight, Space, next_of
@@ -123,7 +124,7 @@ class SlotTier(SlotBooks):
     def next_out(self, count: int) -> list[tuple[Namespace, bytes]]:
         """The next ``count`` blocks to go when room is needed, the very next first."""
         with self._lock:
-            return next_of(self._spaces.values(), count)
+            return [(space.namespace, id) for space, id in islice(next_of(self._spaces.values()), count)]
 
     def abort(self, slots: Sequence[Slot]) -> None:
         """Give back slots whose writer has certainly stopped writing."""
