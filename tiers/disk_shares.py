@@ -29,7 +29,8 @@ class DiskShares:
         self._catalog = catalog
         self._namespaces = namespaces
         self._ledger = ledger
-        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+        """By tenant: whoever looks for blocks of one, which may be far apart on the disk, holds up no other."""
         self._coming: Counter[str] = Counter()
         """Bytes of records that are being written."""
         self._looked: dict[str, tuple[int, int]] = {}
@@ -80,7 +81,8 @@ class DiskShares:
             yield True
             return
         tenant = self.tenant(namespace.id)
-        with self._lock:
+        lock = self._locks.setdefault(tenant, threading.Lock())
+        with lock:
             fits = self._make_room(tenant, limit - size)
             self._coming[tenant] += size * fits
         if not fits:
@@ -89,17 +91,19 @@ class DiskShares:
         try:
             yield fits
         finally:
-            with self._lock:
+            with lock:
                 self._coming[tenant] -= size * fits
 
     def _make_room(self, tenant: str, limit: int) -> bool:
-        """Whether what the tenant holds, with what is coming, is within ``limit`` now."""
+        """Whether what the tenant holds, with what is coming, is within ``limit`` now. Where it cannot be, nothing is
+        evicted."""
         from_start = False
         while (excess := self.of(tenant) + self._coming[tenant] - limit) > 0:
-            places = self._oldest(tenant, excess) if limit >= 0 else []
-            if places:
+            if self._coming[tenant] > limit:
+                return False
+            if places := self._oldest(tenant, excess):
                 self._ledger.left("quota", self._catalog.forget(places))
-            elif from_start or limit < 0:
+            elif from_start:
                 return False
             else:
                 self._looked.pop(tenant, None)
