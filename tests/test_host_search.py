@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from terracekv.tests.blocks import name, registered
-from terracekv.tests.hosts import BLOCK, SLOTS, host_in
+from terracekv.tests.hosts import BLOCK, SLAB, SLOTS, host_in
 from terracekv.tiers.eviction import Policy, TailFirst
 from terracekv.tiers.replay import ModelTier
 from terracekv.tiers.tier import Outcome
@@ -78,3 +78,19 @@ def test_each_block_that_goes_is_not_looked_for_in_every_namespace(
         assert [host.has(namespace, name(number)) for number, namespace in enumerate(many)] == [False] * (8 * SLOTS) + [
             True
         ] * (8 * SLOTS)
+
+
+def test_a_few_blocks_in_each_slab_that_are_used_all_the_time_do_not_keep_another_size_out(shm_dir: Path) -> None:
+    """What lay between them was flushed; by age the other size would only ever give way to itself."""
+    with host_in(shm_dir, slabs=8) as host:
+        hot, between = registered(host.namespaces, 2, BLOCK), registered(host.namespaces, 3, BLOCK)
+        ids = [name(index) for index in range(8 * SLOTS)]
+        for at, id in enumerate(ids):
+            assert host.put_chain(between if at % SLOTS else hot, [id]) == [STORED]
+        assert host.drop(between) == 8 * SLOTS - 8
+        large = registered(host.namespaces, 4, SLAB)
+        for index in range(100, 130):
+            host.touch(hot, ids)
+            assert host.put_chain(large, [name(index)]) == [STORED]
+        assert host.absent(large, [name(index) for index in range(123, 130)]) == []
+        assert len(host.absent(hot, ids)) == len(ids) - 1

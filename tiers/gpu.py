@@ -171,13 +171,17 @@ class GpuTier(SlotTier):
         leaving = self._leaving_for_quota(namespace, slot_bytes)
         if self._table.free_slots(slot_bytes) or any(slot_bytes_for(of.block_bytes) == slot_bytes for of, _ in leaving):
             return leaving
+        for slab in self._table.sparse(slot_bytes):
+            records = self._table.slots_in_slab(slab)
+            if not self._in_use(records):
+                return leaving + [(of.namespace, each) for of, each in map(self._listed_in, records)]
         in_use = set[int]()
         for space, id in next_of(self._spaces.values()):
             records = [self._record(space, id)]
             slab = self._table.slab_of(records[0])
             if space.slot_bytes != slot_bytes:
                 records = self._table.slots_in_slab(slab) if slab not in in_use else []
-            if not records or any(record in self._leases or record in self._writing for record in records):
+            if not records or self._in_use(records):
                 in_use.add(slab)
                 continue
             return leaving + [(of.namespace, each) for of, each in map(self._listed_in, records)]

@@ -274,6 +274,8 @@ class SlotTier(SlotBooks):
         """Evict until ``wanted`` slots are free, or nothing that is not in ``keep`` can go."""
         if self._table.free_slots(space.slot_bytes) >= wanted:
             return
+        while self._table.free_slots(space.slot_bytes) < wanted and self._empty_sparse(space.slot_bytes):
+            pass
         search, spared, in_use = Search(self._spaces.values()), dict[int, tuple[Space, bytes]](), set[int]()
         while self._table.free_slots(space.slot_bytes) < wanted and (oldest := search.oldest()):
             victim, id, place = oldest
@@ -301,15 +303,24 @@ class SlotTier(SlotBooks):
             else:
                 space.order.resume(id)
 
+    def _empty_sparse(self, slot_bytes: int) -> bool:
+        """Evict what little is in one slab of another size. By age alone, some blocks in each slab that are used all
+        the time would keep this size out of memory of which most is free."""
+        return any(map(self._empty_slab, self._table.sparse(slot_bytes)))
+
     def _empty_slab(self, slab: int) -> bool:
         """Evict a whole slab for another slot size, unless any of its slots is in use."""
         records = self._table.slots_in_slab(slab)
-        if any(record in self._leases or record in self._writing for record in records):
+        if self._in_use(records):
             return False
         for record in records:
             space, id = self._listed_in(record)
             self._drop(space, [id], "capacity")
         return True
+
+    def _in_use(self, records: Sequence[int]) -> bool:
+        """Whether any of these slots is being written or read."""
+        return any(record in self._leases or record in self._writing for record in records)
 
     def _listed_in(self, record: int) -> tuple[Space, bytes]:
         """Whose block a slot holds that is sealed and not doomed, and which."""

@@ -195,6 +195,19 @@ class SlotTable:
         """How many slots of this size can be taken at once."""
         return self._free_slots[slot_bytes] + len(self._unassigned) * (self.slab_bytes // slot_bytes)
 
+    def sparse(self, slot_bytes: int) -> list[int]:
+        """Slabs of other slot sizes of which a quarter is in use at most, and all that is would fit into other slabs of
+        that size: they give more to this size than they take from theirs. The emptiest first."""
+        free_bytes = sum(size * count for size, count in self._free_slots.items() if size != slot_bytes)
+        if slot_bytes > self.slab_bytes or free_bytes < self.slab_bytes * 3 // 4:  # as it is of a tier that is full
+            return []
+        found = []
+        for slab, size in enumerate(self._slot_bytes):
+            used, free = self._used[slab], len(self._free[slab])
+            if size not in (0, slot_bytes) and 4 * used <= used + free and used <= self._free_slots[size] - free:
+                found.append(slab)
+        return sorted(found, key=lambda slab: self._used[slab] * self._slot_bytes[slab])
+
     def take(self, slot_bytes: int, session: int) -> Slot | None:
         """FREE -> WRITING for ``session``; None when no slot of this size is free and no slab is empty."""
         slabs = self._open.get(slot_bytes)
