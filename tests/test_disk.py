@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from terracekv.tests.blocks import BLOCK_BYTES, get, name, put, registered, verified
+from terracekv.tests.blocks import BLOCK_BYTES, get, in_threads, name, put, registered, verified
 from terracekv.tests.disks import CAP, PER_SEGMENT, SEGMENT, Disks, du
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.disk import least_capacity_bytes
@@ -314,3 +314,13 @@ def test_syncing_reaches_every_segment_written_since(disk: Disks, monkeypatch: p
         put(tier, disk.namespace, name(1000))
         tier.sync()
         assert synced == [1, 2, 2]
+
+
+def test_many_who_ask_for_a_sync_at_once_all_get_it(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+
+        def syncs() -> None:
+            for _ in range(25):
+                tier.sync()
+
+        in_threads(*[syncs] * 4)

@@ -141,3 +141,30 @@ def test_a_file_that_was_not_finished_and_could_not_be_removed_is_counted_on(
     assert shelf.advance() and shelf.advance() and not shelf.advance(), "what could not be removed goes when it can"
     shelf.check()
     assert shelf.spares() == []
+
+
+def test_whoever_asks_for_a_sync_beside_another_hears_of_it_when_all_is_on_the_medium(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = oldest(shelf).number
+    under_way, goes_on, too_early = threading.Event(), threading.Event(), list[bool]()
+
+    def slow(number: int) -> None:
+        if number == first:
+            under_way.set()
+            assert goes_on.wait(30)
+
+    def second() -> None:
+        shelf.sync()
+        too_early.append(not goes_on.is_set())
+
+    monkeypatch.setattr(shelf.files, "sync", slow)
+    threads = [threading.Thread(target=shelf.sync), threading.Thread(target=second)]
+    threads[0].start()
+    assert under_way.wait(30)
+    threads[1].start()
+    threads[1].join(0.5)
+    goes_on.set()
+    for thread in threads:
+        thread.join()
+    assert too_early == [False]

@@ -8,6 +8,7 @@ medium; ``holder`` by who wants to know whose it is. Imports ``checksum``, ``err
 import fcntl
 import json
 import os
+import threading
 from pathlib import Path
 
 from terracekv.tiers.checksum import RunningChecksum
@@ -95,6 +96,8 @@ class OwnedFolder:
         """Whether the machine has not been started since, known after ``trusted``."""
         self.synced = 0
         """What the last owner gave for ``synced``, known after ``trusted``."""
+        self._writing = threading.Lock()
+        """The file is written whole beside the old one, by one thread at a time."""
         lock = os.open(folder / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._file = claim(lock, folder, "disk.path")
 
@@ -146,11 +149,12 @@ class OwnedFolder:
             "seal": seal,
         }
         fresh = self.folder / "state.new"
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        failpoint("folder.replace")
-        os.replace(fresh, self.folder / "state.json")
-        failpoint("folder.replaced")
-        sync_folder(self.folder)
+        with self._writing:
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                json.dump(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            failpoint("folder.replace")
+            os.replace(fresh, self.folder / "state.json")
+            failpoint("folder.replaced")
+            sync_folder(self.folder)

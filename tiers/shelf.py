@@ -1,7 +1,8 @@
 """The shelf: which segments a disk tier has, which one is being filled, and who is using them.
 
 Owns the table of segments, the spare files and the count of their bytes, all under one lock that is never held during
-I/O of blocks or a call of the catalog. Called by the disk tier from any thread. Imports ``segment`` and ``tier``.
+I/O of blocks or a call of the catalog; another one is held by whoever syncs. Called by the disk tier from any thread.
+Imports ``segment`` and ``tier``.
 
     table   | oldest .. newest: hold blocks; the newest may be the active one, which takes appends |
     spares  | allocated files that hold nothing; the next to become active                         |
@@ -84,6 +85,8 @@ class Shelf:
         self._free_floor_bytes = free_floor_bytes
         self._lock = threading.Lock()
         self._drained = threading.Condition(self._lock)
+        self._syncing = threading.Lock()
+        """Held during I/O: of two who ask for the same, the second hears of it when it is on the medium, too."""
         self._table: dict[int, Segment] = {}
         self._spares: list[tuple[int, int]] = []
         self._active: Segment | None = None
@@ -311,6 +314,10 @@ class Shelf:
     def sync(self) -> int:
         """Bring what was written since the last call to the medium; segments below the number that is returned will
         not change any more and are there whole. OSError when that cannot be said, now or ever of a segment."""
+        with self._syncing:
+            return self._sync()
+
+    def _sync(self) -> int:
         for segment in self.segments():
             with self._lock:
                 due, segment.unsynced = segment.unsynced, False
