@@ -114,7 +114,6 @@ class Store:
             near.below = self.below
             near.hot.promoted = lambda namespace, id: self._emit("stored", namespace, [id], tier="gpu")
             near.gpu.on_evict = lambda ns, ids, why: self._emit("removed", ns, ids, tier="gpu", reason=why)
-
         self._places: list[HostTier | Lower] = [*([near] if near is not None else []), host, *self.below]
 
     @property
