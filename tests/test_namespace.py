@@ -142,6 +142,34 @@ def test_a_file_that_changed_by_itself_is_refused(path: Path, change: str) -> No
         Namespaces(path)
 
 
+@pytest.mark.parametrize("change", ["another", "none"])
+def test_a_file_whose_untold_flushes_changed_by_themselves_is_refused(path: Path, change: str) -> None:
+    """The bucket would not be told of the flush, and other nodes go on with what was flushed."""
+    namespaces = Namespaces(path)
+    namespaces.register(wanted(A))
+    namespaces.note_unheard(A, True)
+    assert Namespaces(path).unheard == {A}
+    content = json.loads(path.read_bytes())
+    if change == "none":
+        del content["unheard"]
+    else:
+        content["unheard"] = [B.hex()]
+    path.write_text(json.dumps(content))
+    with pytest.raises(Damaged, match="check"):
+        Namespaces(path)
+
+
+def test_untold_flushes_of_a_file_without_a_check_over_them_are_read(path: Path) -> None:
+    namespaces = Namespaces(path)
+    namespaces.register(wanted(A))
+    namespaces.note_unheard(A, True)
+    content = json.loads(path.read_bytes())
+    del content["unheard_check"]
+    path.write_text(json.dumps(content))
+    Namespaces(path).note_unheard(A, False)
+    assert not Namespaces(path).unheard and "unheard" not in json.loads(path.read_bytes())
+
+
 def test_a_file_of_the_first_format_is_read_and_written_anew_with_a_check(path: Path) -> None:
     namespaces = Namespaces(path)
     one = namespaces.register(wanted(A))

@@ -151,7 +151,10 @@ class Namespaces:
             if (content["format"] > 1 or "check" in content) and content["check"] != _check(self.identity, rows):
                 raise ValueError("its check says that it is not as it was written")
             self._by_id = {known.id: known for known in map(_namespace, rows)}
-            self.unheard = frozenset(bytes.fromhex(id) for id in content.get("unheard", ()))
+            unheard = content.get("unheard", [])
+            if "unheard_check" in content and content["unheard_check"] != _check(self.identity, unheard):
+                raise ValueError("its check says that the flushes it names are not those that were written")
+            self.unheard = frozenset(map(bytes.fromhex, unheard))
             if len({known.number for known in self._by_id.values()}) < len(rows):
                 raise ValueError("two namespaces have one number")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -164,8 +167,9 @@ class Namespaces:
         rows = [_row(n) for n in by_id.values()]
         check = _check(self.identity, rows)
         content = {"format": FORMAT, "check": check, "identity": self.identity, "namespaces": rows}
-        if self.unheard:
-            content["unheard"] = sorted(id.hex() for id in self.unheard)
+        if self.unheard:  # with a check of its own, as versions that know of none read the rest
+            unheard = sorted(id.hex() for id in self.unheard)
+            content |= {"unheard": unheard, "unheard_check": _check(self.identity, unheard)}
         fresh = self._path.with_suffix(".new")
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(content, file, indent=1)
@@ -177,9 +181,9 @@ class Namespaces:
         sync_folder(self._path.parent)
 
 
-def _check(identity: str, rows: list[dict[str, Any]]) -> str:
-    """Over all that must not change by itself: a wrong epoch would bring back blocks that were flushed."""
-    return f"{checksum(json.dumps([identity, rows], sort_keys=True).encode()):016x}"
+def _check(identity: str, content: list[Any]) -> str:
+    """Over what must not change by itself: a wrong epoch would bring back blocks that were flushed."""
+    return f"{checksum(json.dumps([identity, content], sort_keys=True).encode()):016x}"
 
 
 def _row(namespace: Namespace) -> dict[str, Any]:
