@@ -36,7 +36,9 @@ def _marks(model: PreTrainedModel) -> list[tuple[int, int, bytes]]:
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int, bytes]:
     version = 0 if tensor.is_inference() else tensor._version
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel() or not tensor.is_contiguous():
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    # What lies elsewhere, or nowhere (a buffer on "meta" that nobody uses), has no address here to read at.
+    if not plain or tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
         return id(tensor), version, b""
     place, size = tensor.data_ptr(), tensor.nbytes
     return place, version, ctypes.string_at(place + size // 2, min(GLIMPSE_BYTES, size - size // 2))

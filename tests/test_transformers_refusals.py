@@ -17,6 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from terracekv.connector.transformers_model import Weights
 from terracekv.connector.transformers_weights import weights_digest
 from terracekv.tests.tiny_engine import (
     BLOCK,
@@ -201,6 +202,17 @@ def test_a_model_whose_weights_were_changed_is_offered_nothing_of_before(
     assert text == answer(model, ids)
     assert "make a new TerraceCache" in str(report.why) and len(MemoryClient.blocks) == stored
     assert cached(model).prefill(ids).report.loaded_tokens == {}
+
+
+def test_weights_without_bytes_in_memory_are_not_read_to_see_whether_they_changed() -> None:
+    model = tiny()
+    model.register_buffer("unused", torch.empty(4096, device="meta"), persistent=False)
+    model.register_buffer("sparse", torch.eye(3).to_sparse(), persistent=False)
+    seen = Weights(model)
+    assert not seen.changed(model)
+    with torch.no_grad():
+        next(model.parameters())[0] += 1
+    assert seen.changed(model)
 
 
 def test_an_encoder_decoder_is_refused_by_name() -> None:
