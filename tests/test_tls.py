@@ -179,7 +179,7 @@ def let_go(work: Callable[[], T], pipe: Path) -> tuple[T, bool]:
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(work)
         try:
-            return working.result(5.0), False
+            return working.result(30.0), False
         except TimeoutError:
             os.close(os.open(pipe, os.O_RDWR))
             return working.result(), True
