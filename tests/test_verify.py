@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from terracekv.daemon.http_client import Answered, Door
+from terracekv.daemon.verify import _asked
 from terracekv.tests.harness import Blocks, Daemon, payload_of
 from terracekv.tests.people import People, keys_of, served
 from terracekv.tests.s3_stub import BUCKET, s3_stub
@@ -51,6 +52,19 @@ def damaged_twice(daemon: Daemon, client: Blocks, keys: list[bytes]) -> None:
     """One block in memory, another on disk."""
     spoil([daemon.runtime / "arena"], payload_of(keys[1], client.block_bytes))
     spoil(segments(daemon), payload_of(keys[2], client.block_bytes))
+
+
+class Earlier(Door):
+    """A daemon of an earlier version: it counts no blocks whose key is not at hand."""
+
+    def ask(self, method: str, route: str, body: object = None, *, timeout_s: float | None = None) -> dict[str, Any]:
+        return {"tier": "host", "checked": 3, "passed_over": 1, "wrong": {}, "next": None}
+
+
+def test_a_daemon_of_an_earlier_version_is_asked_too(tmp_path: Path) -> None:
+    """It runs until somebody restarts it, with the new command beside it."""
+    report = _asked(Earlier(tmp_path), "host")
+    assert (report.checked, report.passed_over, report.locked, report.trouble) == (3, 1, 0, None)
 
 
 @pytest.mark.long
