@@ -138,7 +138,7 @@ def test_a_flush_is_heard_by_all_daemons(daemon: Opened) -> None:
 
 def test_an_endpoint_that_hangs_costs_nobody_more_than_its_deadline(daemon: Opened, stub: S3Stub) -> None:
     a = daemon("a", s3__read_timeout="3")
-    with a.client() as client, a.client(load_deadline_ms=300, lookup_budget_ms=300) as hasty:
+    with a.client() as client, a.client(load_deadline_ms=1000, lookup_budget_ms=1000) as hasty:
         here, there = client.chain(1, 8), client.chain(2, 8)
         client.put(here, durable=True)
         client.put(there, durable=True)
