@@ -25,13 +25,12 @@ Replace = Callable[[Any, str, Any], None]
 """``setattr``, or a test's that is undone."""
 
 WHOLE = (
-    "open", "pwrite", "fsync", "fdatasync", "posix_fallocate", "ftruncate", "truncate", "unlink", "rename", "replace",
-    "statvfs",
+    "open", "fsync", "fdatasync", "posix_fallocate", "ftruncate", "truncate", "unlink", "rename", "replace", "statvfs",
 )  # fmt: skip
 """Calls of ``os`` that are done or not."""
-DISK = tuple(f"os.{name}" for name in ("preadv", "pwritev", *WHOLE))
+DISK = tuple(f"os.{name}" for name in ("preadv", "pwritev", *WHOLE) if name != "ftruncate")
 CATALOG = ("lmdb.read", "lmdb.commit", "lmdb.sync")
-HOST = ("host.map",)
+HOST = ("host.map", "os.ftruncate")
 S3 = ("s3.connect", "s3.send", "s3.receive")
 CALLS = (*DISK, *CATALOG, *HOST, *S3)
 """All that can be armed."""
