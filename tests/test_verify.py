@@ -4,7 +4,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,9 @@ def test_without_a_daemon_the_folders_are_looked_at_and_the_books_too(shm_dir: P
         assert client.put(keys).stored == 1 and client.get(keys).blocks == 8
 
 
-def test_without_a_daemon_sealed_blocks_are_opened_with_the_keys_of_the_settings_and_stay(
-    shm_dir: Path, tmp_path: Path
-) -> None:
+@contextmanager
+def sealed_blocks(shm_dir: Path, tmp_path: Path) -> Iterator[tuple[Daemon, Callable[[], None]]]:
+    """A daemon that has stopped, of whose eight sealed blocks the second says that they come back from disk."""
     pytest.importorskip("cryptography")
     (tmp_path / "keys").write_text("ab" * 32)
     with Daemon(shm_dir, tmp_path, encryption__key_file=str(tmp_path / "keys")) as daemon:
@@ -125,34 +126,36 @@ def test_without_a_daemon_sealed_blocks_are_opened_with_the_keys_of_the_settings
             keys = client.chain(1, 8)
             assert client.put(keys, durable=True).durable == 8
         assert daemon.term() == 0
+
+        def still_there() -> None:
+            (daemon.runtime / "arena").unlink()
+            daemon.start()
+            with daemon.client() as client:
+                assert client.get(keys).blocks == 8
+
+        yield daemon, still_there
+
+
+def test_without_a_daemon_sealed_blocks_are_opened_with_the_keys_of_the_settings_and_stay(
+    shm_dir: Path, tmp_path: Path
+) -> None:
+    with sealed_blocks(shm_dir, tmp_path) as (daemon, still_there):
         code, reports = verify(daemon)
         assert code == 0 and reports["disk"]["checked"] == 8, reports
-        (daemon.runtime / "arena").unlink()
-        daemon.start()
-        with daemon.client() as client:
-            assert client.get(keys).blocks == 8
+        still_there()
 
 
 @pytest.mark.parametrize("at_hand", ["", "cd" * 32], ids=["no key", "another key"])
 def test_a_sealed_block_whose_key_is_not_at_hand_is_counted_and_stays(
     shm_dir: Path, tmp_path: Path, at_hand: str
 ) -> None:
-    pytest.importorskip("cryptography")
-    (tmp_path / "keys").write_text("ab" * 32)
-    with Daemon(shm_dir, tmp_path, encryption__key_file=str(tmp_path / "keys")) as daemon:
-        with daemon.client() as client:
-            keys = client.chain(1, 8)
-            assert client.put(keys, durable=True).durable == 8
-        assert daemon.term() == 0
+    with sealed_blocks(shm_dir, tmp_path) as (daemon, still_there):
         (tmp_path / "keys").write_text(at_hand)
         flags = () if at_hand else ("--set", "encryption.key_file=")
         code, reports = verify(daemon, *flags)
         assert code == 0 and (reports["disk"]["checked"], reports["disk"]["locked"]) == (8, 8), reports
         (tmp_path / "keys").write_text("ab" * 32)
-        (daemon.runtime / "arena").unlink()
-        daemon.start()
-        with daemon.client() as client:
-            assert client.get(keys).blocks == 8
+        still_there()
 
 
 def test_sealed_blocks_of_the_bucket_whose_key_is_not_at_hand_are_counted(shm_dir: Path, tmp_path: Path) -> None:

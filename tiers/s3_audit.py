@@ -68,6 +68,8 @@ def ls(bucket: Bucket, timeout_s: float = 30.0, namespace_id: bytes | None = Non
             place = place_of(root, about.key)
             if place is not None:
                 yield Stored(about, place)
+        if len(page) < PAGE_KEYS:
+            return
         after = page[-1].key
 
 
