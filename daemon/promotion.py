@@ -56,8 +56,8 @@ class Promoter:
         self._mover = mover
         self._stats = stats
         self._promoted = promoted
-        self.damaged: Callable[[Namespace, bytes], None] = lambda namespace, id: None
-        """Told of a block whose bytes were wrong, and which could be had from nowhere further down."""
+        self.damaged: Promoted = lambda namespace, id, lower: None
+        """Told which block's bytes were wrong in the tier of the last try, and to be had from nowhere further down."""
         self._coming: dict[Name, Coming] = {}
 
     @property
@@ -201,7 +201,7 @@ class Promoter:
                     self._read(namespace, id, slot, next_lower)
                     return
         if outcome is Outcome.DAMAGED:
-            self.damaged(namespace, id)
+            self.damaged(namespace, id, lower)
         self._host.abort([slot])
         self._settle(namespace, id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
 

@@ -20,7 +20,7 @@ from terracekv.daemon.pins import SHARE, Pins
 from terracekv.daemon.promotion import Arrived, Promoter
 from terracekv.daemon.recent import Recent
 from terracekv.daemon.stats import Found, Stats
-from terracekv.daemon.write_through import WriteThrough
+from terracekv.daemon.write_through import WriteThrough, settled
 from terracekv.tiers.block import block_id
 from terracekv.tiers.checksum import checksum
 from terracekv.tiers.disk import DiskTier
@@ -36,8 +36,6 @@ HOST_BYTES_PER_S = 5e9
 """Assumed copy rate from host to engine: the copy happens in the engine, out of the daemon's sight."""
 COMMIT_S = 30.0
 """A commit waits no longer for its checksums."""
-DURABLE_S = 60.0
-"""A durable commit waits no longer for the lowest tier, and then says that it is not."""
 
 
 class Store:
@@ -106,7 +104,7 @@ class Store:
             events=self.events,
         )
         self.departed = Departed()
-        self.promoter.damaged = self.departed.damaged
+        self.promoter.damaged = self._damaged
         host.on_evict = self._left_host
         if disk is not None and 4 * host.status().capacity_bytes <= 3 * disk.capacity_bytes:
             disk.roller.held_above = host.has  # one about as large as the disk has nearly all of it, used or not
@@ -290,26 +288,19 @@ class Store:
         self._emit("stored", namespace, stored, tier="host")
         for through in self.through[:-1]:
             through.committed(namespace, stored, False)
-        if not self.through:
-            return outcomes, [False] * len(written)
-        # What was there already may have been stored by somebody who did not ask for so much.
-        writes = self.through[-1].committed(namespace, [id for id, _ in written] if durable else stored, durable)
-        if not durable:
-            return outcomes, [False] * len(written)
-        pending = [write for write in writes if write is not None]
-        if pending:
-            await asyncio.wait(pending, timeout=DURABLE_S)
-        failpoint("store.durable")
-        return outcomes, [self._is_durable(namespace, id) for id, _ in written]
+        if self.through:
+            # What was there already may have been stored by somebody who did not ask for so much.
+            ids = [id for id, _ in written] if durable else stored
+            writes = self.through[-1].committed(namespace, ids, durable)
+            if durable:
+                await settled(writes)
+                failpoint("store.durable")
+        return outcomes, [durable and self._is_durable(namespace, id) for id, _ in written]
 
     async def make_durable(self, namespace: Namespace, id: bytes) -> bool:
         """Write a block of host to the lowest tier, unless it is there; whether it is now."""
-        through = self.through[-1]
-        if self._is_durable(namespace, id):
-            return True
-        (write,) = through.committed(namespace, [id], True)
-        if write is not None:
-            await asyncio.wait([write], timeout=DURABLE_S)
+        if not self._is_durable(namespace, id):
+            await settled(self.through[-1].committed(namespace, [id], True))
         return self._is_durable(namespace, id)
 
     async def delete(self, namespace: Namespace, ids: Sequence[bytes]) -> dict[str, int]:
@@ -351,6 +342,14 @@ class Store:
         self._emit("stored", namespace, [id], tier="host")
         for through in self.through[: self.below.index(source) if source in self.below else None]:
             through.committed(namespace, [id], False)
+
+    def _damaged(self, namespace: Namespace, id: bytes, source: Lower) -> None:
+        """A tier has forgotten a block that it could not read. If it was stored anew meanwhile, that was not written
+        there, since the tier still had it."""
+        if source in self.below and self.host.leading(namespace, [id]):
+            self.through[self.below.index(source)].committed(namespace, [id], True)
+        else:
+            self.departed.damaged(namespace, id)
 
     def _touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
         for through in self.through if ids else ():

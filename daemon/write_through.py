@@ -30,6 +30,8 @@ SWEEP_FROM = 0.8
 """``on_evict`` writes once this part of host is taken."""
 SWEEP_BLOCKS = 1024
 """Blocks looked at in one sweep: those that would be evicted next."""
+DURABLE_S = 60.0
+"""A durable commit waits no longer for the lowest tier, and then says that it is not."""
 
 
 class WriteThrough:
@@ -226,3 +228,9 @@ def _wanted(
 ) -> tuple[Namespace, list[bytes]]:
     listed = list(entries)
     return listed[0][0], [id for namespace, id in listed if wanted(namespace, id)]
+
+
+async def settled(writes: "Iterable[asyncio.Future[Outcome] | None]") -> None:
+    """Wait until these have ended, as long as a durable commit waits."""
+    if pending := [write for write in writes if write is not None]:
+        await asyncio.wait(pending, timeout=DURABLE_S)

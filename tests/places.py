@@ -43,7 +43,7 @@ QUICK = {
     "engine_door.PIN_S_MAX": 0.3,
     "http_queries.AUDIT_S_MAX": 0.3,
     "reception.NOTE_S_MAX": 5.0,
-    "store.DURABLE_S": 0.3,
+    "write_through.DURABLE_S": 0.3,
 }
 """Deadlines that no caller chooses, made short."""
 LOW, HIGH, FRESH = [key(index) for index in range(3)], [key(index) for index in (3, 4)], 100

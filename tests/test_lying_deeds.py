@@ -84,6 +84,18 @@ def of_host(daemon: Daemon, name: str) -> int:
     return int(host[name] if name in host else host["details"][name])
 
 
+def only_disk_outlives(daemon: Daemon) -> None:
+    """A new daemon, with nothing in host."""
+    Door(daemon.runtime).ask("POST", "/v1/sync")
+    daemon.kill()
+    (daemon.runtime / "arena").unlink()
+    daemon.start()
+
+
+def of_disk(daemon: Daemon, name: str) -> int:
+    return int(daemon.http("/v1/status")[1]["tiers"]["disk"]["counters"][name])
+
+
 def test_whoever_commits_the_keys_of_another_namespace_takes_no_durable_blocks_place(daemon: Daemon) -> None:
     stage = Stage(daemon, "another")
     with daemon.wire(hello(model="another")) as liar, mapped(liar) as arena:
@@ -124,13 +136,15 @@ def test_what_was_changed_between_its_commit_and_its_way_down_is_a_miss_there(sh
             scribbled(arena, held)
             assert isinstance(liar.ask(Acquire(1, b"".join(keys), 1000)), Leased)
             until(lambda: honest.lookup(keys).per_tier["disk"] == KEPT, "they are met again, and written")
-        daemon.kill()
-        (daemon.runtime / "arena").unlink()
-        daemon.start()
+        only_disk_outlives(daemon)
         with daemon.client() as honest:
             assert honest.get(keys).blocks == 0, "what is on disk is not what was committed"
-            until(lambda: honest.put(keys, durable=True).durable == KEPT, "the next put heals it")
-            assert honest.get(keys) == Loaded(KEPT, None)
+            assert honest.put(keys, durable=True).stored == KEPT
+            until(lambda: of_disk(daemon, "checksum_failures") == KEPT, "all of them are read")
+            until(lambda: honest.lookup(keys).per_tier["disk"] == KEPT, "the next put heals it")
+        only_disk_outlives(daemon)
+        with daemon.client() as honest:
+            assert honest.get(keys) == Loaded(KEPT, None), "from disk"
 
 
 def test_slots_of_a_client_that_left_a_child_are_nobody_elses_until_that_has_ended(daemon: Daemon) -> None:

@@ -157,10 +157,7 @@ def test_a_read_that_fails_is_never_a_loaded_block(worlds: Worlds, fault: str) -
 def test_a_block_that_is_damaged_on_disk_is_a_miss_and_the_next_put_heals_it(worlds: Worlds, tmp_path: Path) -> None:
     async def story(w: World) -> None:
         await w.only_on_disk(1, 2)
-        (segment,) = [path for path in (tmp_path / "disk").rglob("*.segment") if _find(path, 1) >= 0]
-        with open(segment, "r+b") as file:
-            file.seek(_find(segment, 1) + 100)
-            file.write(b"\xff\x00\xff")
+        _damage(tmp_path, 1)
         arrivals = Arrivals()
         w.store.acquire(w.namespace, ids_of(1, 2), arrivals)
         await w.idle()
@@ -171,6 +168,41 @@ def test_a_block_that_is_damaged_on_disk_is_a_miss_and_the_next_put_heals_it(wor
         assert w.store.lookup(w.namespace, [key(1)]).per_tier == {"host": 1, "disk": 1}
 
     worlds.run(story)
+
+
+@pytest.mark.parametrize("admission", ["all", "second_touch"])
+def test_a_block_stored_while_its_damaged_copy_is_read_is_on_disk_afterwards(
+    worlds: Worlds, tmp_path: Path, admission: str
+) -> None:
+    """It was not written when it was stored: the disk had it, as far as anybody knew."""
+
+    async def story(w: World) -> None:
+        await w.only_on_disk(1)
+        _damage(tmp_path, 1)
+        assert w.disk
+        w.disk.reading.clear()
+        arrivals = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), arrivals)
+        assert await w.put(1, durable=True) == [1]
+        w.disk.reading.set()
+        await w.idle()
+        assert arrivals.came[0] is Outcome.DAMAGED
+        assert w.store.lookup(w.namespace, [key(1)]).per_tier == {"host": 1, "disk": 1}
+        w.host.delete(w.namespace, ids_of(1))
+        again = Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), again)
+        await w.idle()
+        assert w.right(again.came[0], ids_of(1)[0])
+        w.host.release(again.slots)
+
+    worlds.run(story, admission=admission)
+
+
+def _damage(folder: Path, index: int) -> None:
+    (segment,) = [path for path in (folder / "disk").rglob("*.segment") if _find(path, index) >= 0]
+    with open(segment, "r+b") as file:
+        file.seek(_find(segment, index) + 100)
+        file.write(b"\xff\x00\xff")
 
 
 def _find(segment: Path, index: int) -> int:
