@@ -198,8 +198,9 @@ class Client:
         """Copy blocks into the arena and make them findable. ``keys`` is the whole chain, from its first block.
 
         ``gather`` is called only for blocks that are not present. Commits are sent ahead: the daemon checks one block
-        while the next is copied. With ``durable``, returns when they are on disk. Blocks before ``first`` the caller
-        has not got: when one of them is not present either, nothing is stored, and ``why`` is ``head_absent``.
+        while the next is copied. With ``durable``, returns when those copied now are on disk, whatever became of those
+        present. Blocks before ``first`` the caller has not got: if one is not present, nothing is stored, and ``why``
+        is ``head_absent``.
         """
         deadline = after(self.store_deadline_ms)
         try:

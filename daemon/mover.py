@@ -153,6 +153,10 @@ class Mover:
             self._wake.notify()
         return future
 
+    def room(self, size_bytes: int) -> int:
+        """How many stores of so many bytes are taken now."""
+        return max(0, (self.queue_bytes_max - self.queue_bytes) // size_bytes)
+
     @property
     def stalled_s(self) -> float:
         """For how long the oldest job runs that is past its limit; 0 when none is. For any thread."""

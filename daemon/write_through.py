@@ -108,10 +108,21 @@ class WriteThrough:
         """Blocks of host were used again: what is due is written, also what was dropped while the tier was down."""
         if not self.lower.writable or not (self._owing or self.rule == "second_touch"):
             return
-        again = [id for id in ids if self._seen.has(namespace.number, id)]
-        for id in again:
+        size = slot_bytes_for(namespace.block_bytes)
+        room = self.lower.mover.room(size)
+        due: list[bytes] = []
+        late = 0
+        for id in ids:
+            if not self._seen.has(namespace.number, id):
+                continue
+            if len(due) == room:
+                late += 1
+                continue
             self._seen.discard(namespace.number, id)
-        self._write(namespace, [id for id in again if not self.lower.has(namespace, id)])
+            if not self.lower.has(namespace, id):
+                due.append(id)
+        self._write(namespace, due)
+        self._count_dropped(late, size)
 
     def sweep(self) -> int:
         """Under ``on_evict``: write what is next to be evicted, as far as the queue has room; how many blocks.
@@ -151,6 +162,8 @@ class WriteThrough:
         if not self.lower.writable:
             self._dropped(namespace, ids, size)
             return [None] * len(ids)
+        room = self.lower.mover.room(size)
+        ids, late = ids[:room], ids[room:]
         writes: list[asyncio.Future[Outcome] | None] = []
         for id, slot in zip(ids, self._host.acquire(namespace, ids, touch=touch), strict=True):
             if slot is None or self._host.unverified(slot):
@@ -166,7 +179,8 @@ class WriteThrough:
                 self._under_way[write] = (namespace, id)
                 write.add_done_callback(partial(self._written, slot))
             writes.append(write)
-        return writes
+        self._dropped(namespace, late, size)
+        return [*writes, *[None] * len(late)]
 
     def _job(self, namespace: Namespace, id: bytes, payload: memoryview, digest: int) -> Callable[[], Outcome]:
         lower = self.lower
@@ -208,9 +222,13 @@ class WriteThrough:
             self._seen = self._gate.seen
 
     def _dropped(self, namespace: Namespace, ids: Sequence[bytes], size: int) -> None:
-        self._count("writes_dropped", len(ids))
-        self._count("writes_dropped_bytes", len(ids) * size)
-        self._owe(namespace, ids)
+        if ids:
+            self._count_dropped(len(ids), size)
+            self._owe(namespace, ids)
+
+    def _count_dropped(self, blocks: int, size: int) -> None:
+        self._count("writes_dropped", blocks)
+        self._count("writes_dropped_bytes", blocks * size)
 
     def _owe(self, namespace: Namespace, ids: Iterable[bytes]) -> None:
         self._owing = True

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -9,6 +10,7 @@ from terracekv.daemon import write_through
 from terracekv.tests.hosts import SLOTS
 from terracekv.tests.stores import SLOT, Arrivals, World, Worlds, ids_of, key, opened_worlds
 from terracekv.tiers import failpoint
+from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.slots import Slot
 
 worlds = pytest.fixture(opened_worlds)
@@ -93,6 +95,40 @@ def test_writes_over_the_bound_are_dropped_and_counted_and_hold_nothing(worlds: 
         w.disk.writing.set()
         await w.idle()
         assert w.host.leases() == {} and w.store.stats.written == 2
+
+    worlds.run(story, queue_bytes=2 * SLOT)
+
+
+def test_while_there_is_no_room_the_tier_is_asked_about_none_of_what_is_due(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block of a long prompt would cost a question of the disk's index, at each use, on the event loop."""
+
+    async def story(w: World) -> None:
+        assert w.disk
+        asked: list[bytes] = []
+        real = w.disk.leading
+
+        def leading(namespace: Namespace, ids: Sequence[bytes]) -> int:
+            asked.extend(ids)
+            return real(namespace, ids)
+
+        def use() -> None:
+            slots, _ = w.store.acquire(w.namespace, ids_of(*range(6)), Arrivals())
+            assert all(slots)
+            w.host.release([slot for slot in slots if slot])
+
+        w.disk.writing.clear()
+        await w.put(*range(6))
+        monkeypatch.setattr(w.disk, "leading", leading)
+        use()
+        assert asked == [] and w.store.stats.writes_dropped == 8, "four, twice"
+        w.disk.writing.set()
+        for written in (2, 4, 6):
+            await w.idle()
+            assert w.store.stats.written == written
+            use()
+        assert asked == ids_of(*range(2, 6)), "as many as there is room for, from the head on"
 
     worlds.run(story, queue_bytes=2 * SLOT)
 
