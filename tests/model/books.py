@@ -84,7 +84,7 @@ class Books:
     """Whether in this step wrong bytes may have come under a good header, for the first read to notice: a rebuild asks
     headers only, and so does the saving of blocks that were hit."""
     spoiled: set[bytes] = field(default_factory=set)
-    """Ids of which the test spoiled a record: they may leave the disk."""
+    """Ids of which the test spoiled a record, or had it spoiled by a read: they may leave the disk."""
     headless: set[tuple[int, int]] = field(default_factory=set)
     """Segment and page of headers that the test spoiled."""
     forgotten: set[bytes] = field(default_factory=set)
@@ -164,6 +164,7 @@ def check_bytes(world: World, books: Books, seen: Seen) -> None:
                 entry = world.disk._catalog.get(name_of(namespace.stamp, id))
                 if books.may_tear and record and entry is not None and checksum(found) != entry.checksum:
                     books.rotten.add(found)
+                    books.spoiled.add(id)
                 good = books.is_right(id, namespace.epoch, found) or found in books.rotten
                 assert good, "the disk lists wrong bytes"
 
