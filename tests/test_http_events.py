@@ -46,6 +46,43 @@ async def test_who_asks_for_events_that_nobody_kept_is_told_of_the_gap(people: P
 
 
 @served()
+async def test_who_comes_back_is_told_of_a_gap_between_events_that_were_kept(people: People) -> None:
+    namespace, keys = people.register(), keys_of(9)
+    for piece in (keys[:3], keys[3:6], keys[6:]):  # nobody listens to the second
+        if piece == keys[3:6]:
+            await until(lambda: people.store.events.listeners == 0)
+            await people.put(namespace, *piece)
+            continue
+        async with people.client.get("/v1/events") as answer:
+            listener = Listener(answer)
+            assert await listener.block() == ": connected"
+            await people.put(namespace, *piece)
+            stored = [await listener.event() for _ in piece]
+    last = stored[-1]["seq"]
+    async with people.client.get("/v1/events?after=1") as answer:
+        listener, heard = Listener(answer), 1
+        told: list[str] = []
+        while heard < last:
+            event = await listener.event()
+            assert event["seq"] == heard + event.get("missed", 1)
+            heard, told = event["seq"], [*told, event["event"]]
+    assert "gap" in told and told[0] == told[-1] == "stored"
+
+
+@served()
+async def test_who_comes_back_with_a_number_of_an_earlier_daemon_is_told_so_and_hears_what_is_new(
+    people: People,
+) -> None:
+    namespace, keys = people.register(), keys_of(3)
+    async with people.client.get("/v1/events?after=5000") as answer:
+        listener = Listener(answer)
+        gap = await listener.event()
+        assert (gap["event"], gap["missed"]) == ("gap", None)
+        await people.put(namespace, *keys)
+        assert [(await listener.event())["block"] for _ in keys] == [block_id(key, 0).hex() for key in keys]
+
+
+@served()
 async def test_a_quiet_stream_shows_that_it_lives_and_forgets_who_has_gone(
     people: People, monkeypatch: pytest.MonkeyPatch
 ) -> None:
