@@ -6,7 +6,9 @@ person's shell. Imports typer, ``cli_bucket``, ``cli_options``, ``cli_text``, ``
 others start at once and ``serve`` carries none of it along.
 """
 
+import io
 import json
+import os
 import sys
 import time
 from typing import Annotated, Any
@@ -50,6 +52,10 @@ app.add_typer(bucket_commands, name="s3")
 
 def main() -> None:
     """Entry point. Whatever goes wrong is one line and a hint on stderr."""
+    if sys.stdout is None:  # closed by the caller, who wants the exit status alone
+        sys.stdout = open(os.devnull, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a letter that the locale does not have is no reason to say nothing
     try:
         app()
     except TerraceError as error:
