@@ -111,7 +111,7 @@ class View:
 def run(door: Door, interval_s: float) -> None:
     """Until ``q`` or Ctrl-C; one look where nobody watches. TerraceError in that case alone."""
     view = View()
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or Console().is_dumb_terminal:  # on the latter nothing is drawn over
         view.hear(door.status(), time.monotonic())
         console = Console(width=PIPE_WIDTH, highlight=False, markup=False, emoji=False)
         console.print(frame(view, PIPE_WIDTH, sys.maxsize, time.monotonic()))

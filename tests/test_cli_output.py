@@ -1,6 +1,7 @@
-"""Where the command line's output goes may be anything: it is never a traceback."""
+"""Where the command line's output goes, and what is read from files, may be anything: it is never a traceback."""
 
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ def flags(daemon: Daemon) -> list[str]:
     return [part for key, value in daemon.settings.items() for part in ("--set", f"{key}={value}")]
 
 
-def run(command: list[str], **environ: str) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], stdin: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | environ, timeout=60, encoding="latin-1"
+        command, capture_output=True, text=True, input=stdin, env=os.environ | environ, timeout=60, encoding="latin-1"
     )
 
 
@@ -39,3 +40,14 @@ def test_a_locale_without_the_letters_of_a_bar_shows_the_numbers(daemon: Daemon,
 def test_with_its_output_closed_a_command_has_an_exit_status_all_the_same(daemon: Daemon, command: str) -> None:
     done = run(["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND, command, *flags(daemon)])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_top_on_a_terminal_that_cannot_draw_is_one_look(daemon: Daemon) -> None:
+    ours, its = pty.openpty()
+    try:
+        command = [*COMMAND, "top", *flags(daemon)]
+        done = subprocess.run(command, stdin=its, stdout=its, env=os.environ | {"TERM": "dumb"}, timeout=30)
+        assert done.returncode == 0 and b"since its start" in os.read(ours, 1 << 16)
+    finally:
+        os.close(ours)
+        os.close(its)
