@@ -13,6 +13,8 @@ from terracekv.tiers.budget import show
 from terracekv.tiers.errors import BadRequest
 
 NEWS_S = 60.0
+DIGITS_MAX = 20
+"""Of a token id; the daemon says which numbers are none."""
 
 
 def short(count: int) -> str:
@@ -85,7 +87,7 @@ def read_tokens(source: str) -> list[int]:
         raise BadRequest(f"TOKENS: {source} is no text", "write numbers, or a JSON list of them") from None
     words = re.sub(r"[\[\],]", " ", text).split()
     for word in words:
-        if not word.isdecimal():
+        if not word.isdecimal() or len(word) > DIGITS_MAX:
             says = f"TOKENS: {source} holds {printable(word[:40])!r}, which is no token id"
             raise BadRequest(says, "write numbers, or a JSON list of them")
     return [int(word) for word in words]

@@ -51,3 +51,8 @@ def test_top_on_a_terminal_that_cannot_draw_is_one_look(daemon: Daemon) -> None:
     finally:
         os.close(ours)
         os.close(its)
+
+
+def test_a_number_of_thousands_of_digits_is_no_token_id(daemon: Daemon) -> None:
+    done = run([*COMMAND, "lookup", "-", "-n", "m", *flags(daemon)], stdin="1" * 5000)
+    assert done.returncode == 1 and done.stderr.startswith("terracekv: TOKENS: - holds '111")
