@@ -27,6 +27,7 @@ from terracekv.tiers.host import HostTier
 from terracekv.tiers.namespace import Namespaces
 from terracekv.tiers.slots import SlotTable, table_fits
 
+TIERS = ("gpu", "host", "disk", "s3")
 IN_PLACE = "no daemon runs"
 ROOM_BYTES = 1 << 30
 """What the catalog may grow by if it must be rebuilt."""
@@ -92,10 +93,19 @@ class Report:
 def checked(config: Config, tiers: list[str] | None) -> Iterator[Report]:
     """One report a tier, of all tiers or of those named. Silent or Answered when there is a daemon that cannot be
     asked."""
-    known = ("gpu", "host", "disk", "s3")
-    if unknown := set(tiers or ()) - set(known):
-        raise BadRequest(f"no tier {', '.join(sorted(unknown))}", f"tiers are {', '.join(known)}")
-    wanted = tiers or [*known]
+    if unknown := set(tiers or ()) - set(TIERS):
+        raise BadRequest(f"no tier {', '.join(sorted(unknown))}", f"tiers are {', '.join(TIERS)}")
+    missing = dict.fromkeys(tiers or ())
+    for report in _reports(config, tiers or [*TIERS]):
+        missing.pop(report.tier, None)
+        yield report
+    for tier in missing:  # who names one is told that nothing of it was looked at
+        why = "s3.enabled is false here" if tier == "s3" else f"there is no {tier} tier"
+        yield Report(tier, "not at all", skipped=f"{why}; give this command the daemon's settings if there should be")
+
+
+def _reports(config: Config, wanted: list[str]) -> Iterator[Report]:
+    """Of the tiers that there are."""
     door = Door(config.daemon.runtime_dir)
     try:
         door.greet()

@@ -181,6 +181,19 @@ def test_where_no_daemon_ever_ran_there_is_nothing_to_look_at_and_nothing_is_mad
     assert not [*shm_dir.iterdir()] and not [*tmp_path.iterdir()]
 
 
+def test_a_tier_that_is_named_and_not_there_is_said_not_to_have_been_looked_at(shm_dir: Path, tmp_path: Path) -> None:
+    named = ("--tier", "s3", "--tier", "host", "--tier", "gpu", "--tier", "disk")
+    with Daemon(shm_dir, tmp_path, disk__enabled="false") as daemon:
+        status, reports = verify(daemon, *named)
+        assert status == 0 and [*reports] == ["host", "s3", "gpu", "disk"]
+        assert "s3.enabled is false" in reports["s3"]["skipped"] and "no gpu tier" in reports["gpu"]["skipped"]
+        assert "no disk tier" in reports["disk"]["skipped"] and reports["host"]["skipped"] is None
+        assert [*verify(daemon)[1]] == ["host"]
+        assert daemon.term() == 0
+        status, reports = verify(daemon, *named)
+        assert status == 0 and {*reports} == {"host", "s3", "gpu", "disk"}
+
+
 @served(disk_bytes=0)
 async def test_a_tier_that_is_not_there_is_no_tier_to_check(people: People) -> None:
     status, answer = await people.ask("POST", "/v1/verify", {"tier": "disk"})
