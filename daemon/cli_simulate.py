@@ -81,11 +81,11 @@ def simulate(
 def print_whatif(answer: dict[str, Any]) -> None:
     """The answer of ``GET /v1/whatif``, for a person."""
     console = _console()
-    sample = answer["sample"]
+    sample, asked = answer["sample"], answer["asked_blocks"]
     console.print(
-        f"{count(answer['requests'], 'request')}, {count(answer['asked_blocks'], 'block')} asked for, "
-        f"{show(answer['block_bytes'])} each on average; told from {count(sample['blocks'], 'block')}, "
-        f"one in {1 / sample['rate']:,.0f}"
+        f"{count(answer['requests'], 'request')}, {count(asked, 'block')} asked for"
+        + (f", {show(answer['block_bytes'])} each on average" if asked else "")
+        + f"; told from {count(sample['blocks'], 'block')}, one in {1 / sample['rate']:,.0f}"
     )
     if not sample["enough"]:
         console.print("these are too few to tell: ask again when engines have asked for more different blocks")

@@ -151,6 +151,14 @@ def test_whatif_from_a_handful_of_blocks_is_no_figure(capsys: pytest.CaptureFixt
     assert out.startswith("1 request, 2 blocks asked for") and "too few to tell" in out and "%" not in out
 
 
+def test_whatif_before_anything_was_asked_for_gives_blocks_no_size(capsys: pytest.CaptureFixture[str]) -> None:
+    answer: dict[str, Any] = {"requests": 0, "asked_blocks": 0, "block_bytes": 1, "passed_over": 0}
+    answer |= {"sample": {"rate": 0.125, "blocks": 0, "enough": False}, "scope": "all of it", "tiers": {}}
+    print_whatif(answer)
+    out = capsys.readouterr().out
+    assert out.startswith("0 requests, 0 blocks asked for; told from 0 blocks") and "too few to tell" in out
+
+
 def test_status_says_which_policy_and_why() -> None:
     candidates = {"lru/all": {"hits": 0.12, "writes": 0.8}, "lru/second_touch": {"hits": 0.2, "writes": 0.1}}
     contest = {"policy": "lru/second_touch", "switches": 2, "candidates": candidates}
