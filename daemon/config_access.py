@@ -35,7 +35,13 @@ class Access(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_access(access: Access) -> None:
-    """ConfigError for names that this machine does not know, and half a pair of files."""
+    """ConfigError for names that this machine does not know, half a pair of files, and a token that nobody is asked
+    for: without ``access.file`` whoever reaches a Unix socket may do everything."""
+    if not access.own_user and not access.file:
+        raise ConfigError(
+            "access.own_user is false and access.file is empty: the Unix sockets would ask nobody for a token",
+            "set access.file to a file of tokens, or leave access.own_user true",
+        )
     if bool(access.tls_cert) != bool(access.tls_key):
         given, other = ("tls_cert", "tls_key") if access.tls_cert else ("tls_key", "tls_cert")
         raise ConfigError(f"access.{given} is set and access.{other} is not", "set both, or none for plain HTTP")

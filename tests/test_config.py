@@ -121,6 +121,7 @@ def test_variables_that_kubernetes_makes_for_a_service_are_passed_over() -> None
         ("daemon.drain_s", "soon", "drain_s"),
         ("daemon.http", "7411", "is not host:port"),
         ("daemon.runtime_dir", "/" + "x" * 120, "Unix socket"),
+        ("access.own_user", "false", "the Unix sockets would ask nobody for a token"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_what_would_do(key: str, value: str, says: str) -> None:
