@@ -94,6 +94,7 @@ class Stand:
                 "daemon.runtime_dir": str(self.folder / "run"),
                 "daemon.state_dir": str(self.folder / "state"),
                 "gpu.enabled": "false",
+                "access.own_user": "true",
                 "host.size": str(sizes.host),
                 "host.slab": str(sizes.slab),
                 "daemon.queue": str(sizes.host),
