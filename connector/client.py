@@ -48,7 +48,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Blocks stored now, present already, refused; ``durable`` of the stored ones are on disk (if that was asked)."""
+    """Blocks stored now, present already, refused; ``durable`` of the stored ones are in the lowest tier (if asked)."""
 
     stored: int = 0
     present: int = 0
@@ -198,9 +198,9 @@ class Client:
         """Copy blocks into the arena and make them findable. ``keys`` is the whole chain, from its first block.
 
         ``gather`` is called only for blocks that are not present. Commits are sent ahead: the daemon checks one block
-        while the next is copied. With ``durable``, returns when those copied now are on disk, whatever became of those
-        present. Blocks before ``first`` the caller has not got: if one is not present, nothing is stored, and ``why``
-        is ``head_absent``.
+        while the next is copied. With ``durable``, returns when those copied now are in the lowest tier configured, or
+        known not to get there. Blocks before ``first`` the caller has not got: if one is not present, nothing is
+        stored, and ``why`` is ``head_absent``.
         """
         deadline = after(self.store_deadline_ms)
         try:

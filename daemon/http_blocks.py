@@ -78,7 +78,9 @@ class Blocks:
         wanted = _wanted_checksum(request)
         durable = _flag(request, "durable")
         if durable and not self._store.below:
-            raise BadRequest("durable=1, and there is no disk tier", "leave it out, or set disk.enabled or s3.enabled")
+            raise BadRequest(
+                "durable=1, and there is no tier below host", "leave it out, or enable disk or s3"
+            )
         _check_length(request.content_length, namespace)
         (slot,) = self._store.reserve(namespace, [id], DAEMON)
         if isinstance(slot, Slot):

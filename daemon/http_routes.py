@@ -22,7 +22,7 @@ PARAMETERS = {
     "key": "the block's key, 64 hex digits",
     "shard": "the shard of the block; 0 where it is left out",
     "file": "the name of a file that the page loads",
-    "durable": "1: answer once the block is on disk, too",
+    "durable": "1: answer once the block is in the lowest tier that is configured, too: disk, or s3 where there is one",
     "after": "only events with numbers above this one",
     "Range": "one range of bytes",
     "X-TerraceKV-Checksum": "xxh3-64:<16 hex digits> of the body, to be compared before the block is stored",

@@ -245,7 +245,7 @@ class Sessions:
     async def commit(
         self, session: Session, handle: int, indices: Sequence[int], durable: bool
     ) -> tuple[list[int], list[int]]:
-        """Make slots findable; ``(indices that are readable now, those of them that are on disk)``.
+        """Make slots findable; ``(indices that are readable now, those of them that are in the lowest tier)``.
 
         NotFound when the reservation, or one of the indices in it, is not the session's to commit: nothing is done.
         """

@@ -264,7 +264,7 @@ class Store:
     async def commit(
         self, namespace: Namespace, written: Sequence[tuple[bytes, Slot]], *, durable: bool = False
     ) -> tuple[list[Outcome], list[bool]]:
-        """Seal written slots: outcomes (STORED, PRESENT or STALE), and with ``durable`` what has reached disk.
+        """Seal written slots: outcomes (STORED, PRESENT or STALE), with ``durable`` what the lowest tier has.
 
         ``namespace`` is the snapshot of the reservation: blocks computed before a flush do not come in after it.
         The caller has taken the slots out of the reservation: whatever happens, they are not its any more.
