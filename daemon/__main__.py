@@ -327,6 +327,8 @@ async def _keep_house(store: Store, engine: EngineDoor, http: HttpDoor, access: 
         reason = f"{', '.join(gone)} in {engine.path.parent} was removed: no engine can join until a restart"
         http.not_ready["engine door"] = reason
         journal.error("TKV-FILES-GONE", reason)
+    if store.far is not None:  # an engine that was idle while another node flushed must not wake up to what was flushed
+        store.far.used.update(session.namespace.id for session in engine.sessions.open.values())
     await store.keep_house()
 
 

@@ -66,7 +66,7 @@ class Distant(Lower):
         self._redated: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         self._closed = False
         self.used = set[bytes]()
-        """Namespaces that somebody looked up or stored in."""
+        """Namespaces that somebody looked up or stored in since the last look, and those of connected engines."""
         self.asked = 0
         """Questions asked; each costs the bucket a handful of HEADs."""
 

@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -134,6 +135,21 @@ def test_a_flush_is_heard_by_all_daemons(daemon: Opened) -> None:
 
         until(heard, "the other node hears of the flush")
         until(lambda: ask(b, "GET", "/v1/status")["tiers"]["host"]["used_bytes"] == 0, "its host is emptied")
+
+
+@pytest.mark.fault(15)
+def test_an_engine_that_was_idle_during_a_flush_elsewhere_finds_nothing_of_before(daemon: Opened) -> None:
+    a, b = daemon("a"), daemon("b")
+    with a.client() as client, b.client() as idle:
+        keys = client.chain(1, 8)
+        client.put(keys, durable=True)
+        assert idle.get(keys).blocks == 8
+        until(lambda: s3_of(b)["details"]["questions_under_way"] == 0, "its use is over and was looked after")
+        time.sleep(2.5)  # two rounds of housekeeping: of what was used before nothing is remembered
+        (space,) = ask(a, "GET", "/v1/namespaces")["namespaces"]
+        ask(a, "POST", "/v1/flush", {"namespace": space["namespace_id"]})
+        until(lambda: "TKV-FLUSHED-ELSEWHERE" in b.log.read_text(), "its node hears of the flush")
+        assert idle.lookup(keys).blocks == 0
 
 
 def test_an_endpoint_that_hangs_costs_nobody_more_than_its_deadline(daemon: Opened, stub: S3Stub) -> None:
