@@ -12,6 +12,7 @@ import pytest
 
 from terracekv.daemon import config as config_module
 from terracekv.daemon.access_file import read_token
+from terracekv.daemon.bounds import HOST_MIN
 from terracekv.daemon.config import Config, describe, load_config, require_folders, resolve, summary
 from terracekv.tiers import budget
 from terracekv.tiers.budget import GIB, MIB, Budget, Memory, Space, parse_size
@@ -341,6 +342,12 @@ def test_the_documented_file_is_the_default() -> None:
     assert set(flags) == set(describe(load()))
     given = load_config(None, flags, HOME)
     assert msgspec.structs.replace(given, sources={}) == msgspec.structs.replace(load(), sources={})
+
+
+def test_the_documented_least_arena_is_the_one_that_is_taken() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    (least,) = re.findall(r"`host.size` (\w+) or more", page)
+    assert load(host__size=least).host.size == HOST_MIN
 
 
 @pytest.mark.parametrize("enabled", ["true", "false"])
