@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from terracekv.daemon import http_messages
-from terracekv.daemon.access_file import read_table
+from terracekv.daemon.access_file import digest_of, read_table
 from terracekv.daemon.config import load_config
 from terracekv.daemon.http_client import Door, NotRunning, Silent
 from terracekv.tests.page.screenshots import IMAGES
@@ -108,6 +108,8 @@ def test_the_documented_defaults_start_and_every_runnable_block_runs(reader: Rea
         assert done.returncode == 0, f"{page}: {text}\n{done.stdout}\n{done.stderr}"
         if "/v1/lookup" in text:
             assert '"matched_blocks":2' in done.stdout, "what the block above stored is found"
+            (shown,) = [json.loads(text) for page, text in blocks("json") if page == "README.md"]
+            assert f'"namespace_id":"{shown["namespace_id"].rstrip(".")}' in done.stdout, "as the page shows it"
         assert '"error"' not in done.stdout and "FAIL" not in done.stdout, f"{page}: {text}\n{done.stdout}"
 
 
@@ -120,6 +122,7 @@ def test_every_file_of_tokens_that_is_shown_is_one(page: str, text: str, tmp_pat
     (tmp_path / "access.toml").write_text(text)
     table = read_table(str(tmp_path / "access.toml"))
     assert table.tokens and table.tenants and table.quotas["host"], page
+    assert all(digest != digest_of(b"test") for digest, _ in table.tokens), "who copies it lets nobody in by a word"
 
 
 @pytest.mark.parametrize(("page", "text"), [block for block in blocks("toml") if not is_access_file(block[1])])
