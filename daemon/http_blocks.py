@@ -78,9 +78,7 @@ class Blocks:
         wanted = _wanted_checksum(request)
         durable = _flag(request, "durable")
         if durable and not self._store.below:
-            raise BadRequest(
-                "durable=1, and there is no tier below host", "leave it out, or enable disk or s3"
-            )
+            raise BadRequest("durable=1, and there is no tier below host", "leave it out, or enable disk or s3")
         _check_length(request.content_length, namespace)
         (slot,) = self._store.reserve(namespace, [id], DAEMON)
         if isinstance(slot, Slot):
