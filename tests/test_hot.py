@@ -151,6 +151,32 @@ async def test_a_flush_between_use_and_copy_promotes_nothing(shm_dir: Path) -> N
 
 
 @looped
+async def test_bytes_that_nobody_has_checked_since_a_restart_do_not_go_up(shm_dir: Path) -> None:
+    """Engines copy from the GPU by themselves: what lies there is believed."""
+    async with machine(shm_dir) as it:
+        it.host.put_chain(it.host.namespace, [name(1)])
+        await it.use(name(1))
+        (slot,) = it.host.held(it.host.namespace, [name(1)])
+        it.host._unverified.add(slot.record)
+        assert await it.use(name(1)) == 0 and it.on_gpu(name(1)) == [False]
+        assert it.host.verify(it.host.namespace, name(1), slot) is Outcome.HIT
+        assert await it.use(name(1)) == 1 and it.on_gpu(name(1)) == [True]
+        it.host.release([slot])
+        assert not it.host.leases()
+
+
+@looped
+async def test_what_is_used_on_the_gpu_stays_there(shm_dir: Path) -> None:
+    async with machine(shm_dir) as it:
+        ids = [name(n) for n in range(GPU_SLOTS + 1)]
+        it.host.put_chain(it.host.namespace, ids)
+        for id in [*ids[:GPU_SLOTS], ids[0], ids[GPU_SLOTS]]:
+            await it.use(id)
+            await it.use(id)
+        assert it.on_gpu(*ids) == [True, False, True, True, True]
+
+
+@looped
 async def test_what_is_not_in_host_any_more_is_left_alone(shm_dir: Path) -> None:
     async with machine(shm_dir) as it:
         await it.use(name(1))

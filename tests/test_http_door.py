@@ -200,6 +200,8 @@ def test_with_a_token_file_tcp_asks_for_the_token_and_the_socket_and_probes_do_n
             for scheme in ("Bearer", "bearer"):
                 header = {"Authorization": f"{scheme} {TOKEN}"}
                 assert (await over_tcp(opened, "GET", "/v1/status", headers=header))[0] == 200
+            header["Host"] = "kv.example:7411"  # who has the token may call the daemon by any name
+            assert (await over_tcp(opened, "GET", "/v1/status", headers=header))[0] == 200
             for probe in ("/healthz", "/readyz"):  # whoever probes has no secret to send
                 assert (await over_tcp(opened, "GET", probe))[0] == 200
             status, document = await opened.ask("GET", "/v1/status")

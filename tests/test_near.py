@@ -213,6 +213,35 @@ def test_the_only_copy_of_a_block_comes_down_before_its_place_is_taken(worlds: W
     worlds.run(story, gpu=FakeCupy(), disk=False, gpu_slots=2)
 
 
+def test_a_block_that_the_disk_has_too_leaves_the_gpu_without_taking_room_in_host(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        assert w.near is not None
+        session = w.session_on_gpu()
+        await w.put(1, 2, 3)
+        await w.idle()
+        await heat(w, session, 1, 2)
+        w.host.delete(w.namespace, ids_of(1, 2))
+        await heat(w, session, 3)
+        assert on_gpu(w, 3) == [True] and sum(on_gpu(w, 1, 2)) == 1
+        assert w.near.gpu.demoted == 0 and w.host.leading(w.namespace, ids_of(3)) == w.host.status().blocks == 1
+        w.sessions.close(session)
+
+    worlds.run(story, gpu=FakeCupy(), gpu_slots=2)
+
+
+def test_a_head_that_is_read_on_the_gpu_does_not_leave_host_before_its_tail(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        session = w.session_on_gpu()
+        await w.put(1, 2, 3)
+        await heat(w, session, 1)
+        await w.put(4)
+        assert await use(w, session, 1, 2, 3) == ({0}, {1, 2})
+        assert [id for _, id in w.host.next_out(4)] == ids_of(4, 3, 2, 1)
+        w.sessions.close(session)
+
+    worlds.run(story, gpu=FakeCupy(), disk=False)
+
+
 def test_loads_go_before_what_goes_up(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(w: World) -> None:
         assert w.near is not None
