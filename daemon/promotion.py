@@ -116,8 +116,7 @@ class Promoter:
         wanted = True
 
         def arrived(index: int, result: Slot | Outcome) -> bool:
-            if wanted:
-                results[index] = result
+            results[index] = result
             waiting.discard(index)
             if not waiting:
                 done.set()
@@ -258,6 +257,6 @@ class Promoter:
             if found:
                 self._wait(namespace, id, index, self._promote(namespace, [id], found)[0], arrived)
             else:
-                arrived(index, outcome)
+                arrived(index, Outcome.STALE if outcome is Outcome.HIT else outcome)
 
         self._mover.load(lambda: self._host.verify(namespace, id, slot)).add_done_callback(checked)

@@ -1,15 +1,19 @@
 """Blocks that come up from disk: one read for all who wait, nothing promised that does not come."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from terracekv.daemon.below import Lower
 from terracekv.tests.blocks import payload_of, registered
 from terracekv.tests.hosts import BLOCK, SLOTS
 from terracekv.tests.stores import Arrivals, World, Worlds, ids_of, key, opened_worlds
 from terracekv.tiers import failpoint
+from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.slots import Slot
 from terracekv.tiers.tier import Outcome
 
@@ -78,18 +82,20 @@ def test_prompts_that_meet_in_the_middle_read_each_block_once(worlds: Worlds, or
     worlds.run(story)
 
 
-def test_a_promoted_block_cannot_be_evicted_before_all_who_wait_have_had_their_turn(worlds: Worlds) -> None:
+def test_a_promoted_block_cannot_be_evicted_before_all_who_wait_have_had_their_turn(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story(w: World) -> None:
         await w.only_on_disk(1)
 
-        def greedy(index: int, result: Slot | Outcome) -> bool:
-            """Wants the block no more, and takes all the room there is."""
+        def greedy(namespace: Namespace, id: bytes, source: Lower) -> None:
+            """Takes all the room there is when the block has come and nobody was told yet."""
             reserved = w.store.reserve(w.namespace, ids_of(*range(10, 10 + SLOTS)), 1)
             w.host.abort([slot for slot in reserved if isinstance(slot, Slot)])
-            return False
 
+        monkeypatch.setattr(w.store.promoter, "_promoted", greedy)
         patient = Arrivals()
-        w.store.acquire(w.namespace, ids_of(1), greedy)
+        w.store.acquire(w.namespace, ids_of(1), Arrivals(wanted=False))
         w.store.acquire(w.namespace, ids_of(1), patient)
         await w.idle()
         assert w.right(patient.came[0], ids_of(1)[0])
@@ -251,6 +257,58 @@ def test_a_promotion_that_a_flush_overtook_brings_nothing_up(worlds: Worlds) -> 
         assert await w.put(1) == [1]
 
     worlds.run(story)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch, tier: object, step: str) -> threading.Event:
+    """What a step of a tier finds is known only once this is set."""
+    found, heard = getattr(tier, step), threading.Event()
+
+    def slow(*about: Any) -> Outcome:
+        outcome: Outcome = found(*about)
+        assert heard.wait(30)
+        return outcome
+
+    monkeypatch.setattr(tier, step, slow)
+    return heard
+
+
+async def flushed_and_heard(w: World, heard: threading.Event) -> None:
+    flush = asyncio.create_task(w.store.flush(w.namespace))
+    while w.namespace.epoch == 0:
+        await asyncio.sleep(0.001)
+    heard.set()
+    await flush
+    await w.idle()
+
+
+@pytest.mark.fault(15)
+def test_what_was_read_before_a_flush_is_not_listed_after_it(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(w: World) -> None:
+        await w.only_on_disk(1)
+        heard, arrivals = held_up(monkeypatch, w.disk, "get"), Arrivals()
+        w.store.acquire(w.namespace, ids_of(1), arrivals)
+        while w.disk and not w.disk.reads:
+            await asyncio.sleep(0.001)
+        await flushed_and_heard(w, heard)
+        assert arrivals.came == {0: Outcome.STALE} and w.host.status().used_bytes == w.store.stats.promoted == 0
+
+    worlds.run(story)
+
+
+@pytest.mark.fault(15)
+def test_what_was_checked_before_a_flush_is_stale_after_it(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def before(w: World) -> None:
+        assert await w.put(1)
+
+    async def after(w: World) -> None:
+        heard, arrivals = held_up(monkeypatch, w.host, "verify"), Arrivals()
+        assert w.store.acquire(w.namespace, ids_of(1), arrivals) == ([None], [0])
+        await flushed_and_heard(w, heard)
+        assert arrivals.came == {0: Outcome.STALE}
+        assert w.host.status().used_bytes == 0 and w.store.stats.loaded["host"] == 0
+
+    worlds.run(before, disk=False)
+    worlds.run(after, disk=False)
 
 
 @pytest.mark.fault(17)
