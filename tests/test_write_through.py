@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -162,6 +163,31 @@ def test_when_nothing_left_before_it_was_written_all_of_it_comes_back(worlds: Wo
             w.host.release([slot])
 
     worlds.run(story, slabs=1)
+
+
+def test_bytes_that_nobody_has_checked_since_a_restart_are_not_written(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        await w.put(1)
+        await w.idle()
+        assert w.disk and w.disk.delete(w.namespace, ids_of(1)) == 1
+        (slot,) = w.host.held(w.namespace, ids_of(1))
+        w.host._unverified.add(slot.record)
+        assert w.store.through[0].committed(w.namespace, ids_of(1), True) == [None]
+        assert w.host.leases() == {slot.record: 1}
+        w.host.release([slot])
+
+    worlds.run(story)
+
+
+def test_on_evict_passes_over_a_namespace_of_which_only_blocks_are_known(worlds: Worlds) -> None:
+    async def story(w: World) -> None:
+        found = w.host.namespaces.adopt(bytes([9]) * 32, 0)
+        blocks = replace(found, block_bytes=w.namespace.block_bytes)
+        w.host.put_chain(blocks, ids_of(*range(SLOTS)))
+        assert w.host.status().blocks == SLOTS
+        assert w.store.through[0].sweep() == 0 and w.disk and not w.disk.writes
+
+    worlds.run(story, slabs=1, admission="on_evict")
 
 
 @pytest.mark.fault(15)
