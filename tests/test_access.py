@@ -234,6 +234,30 @@ def test_who_may_connect_is_who_is_named(tmp_path: Path, values: dict[str, str],
     assert may or who is None or str(who.uid) in str(refusal)
 
 
+def test_who_is_taken_out_of_the_file_is_not_known_any_more(tmp_path: Path) -> None:
+    access = opened(tmp_path)
+    callers = [
+        access.at_http(ROUTER.encode(), None, tcp=True),
+        access.at_http(None, peer(4002), tcp=False),
+        access.at_http(None, peer(os.getuid()), tcp=False),
+    ]
+    assert all(map(access.knows, callers))
+    for old, new, known in (
+        (ROUTER, "router-secret-0002", [False, True, True]),
+        ("uids = [4002]", "uids = [4003]", [True, False, True]),
+        ('tenant = "red"', 'tenant = "blue"', [False, True, True]),
+    ):
+        (tmp_path / "access.toml").write_text(FILE.replace(old, new))
+        assert access.refresh(force=True)
+        assert list(map(access.knows, callers)) == known
+
+
+def test_a_tenants_secret_that_is_the_daemons_token_too_is_the_tenants(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(ROUTER)
+    access = opened(tmp_path, daemon_token_file=str(tmp_path / "token"))
+    assert access.of_token(ROUTER.encode()) == Caller("router", "red", frozenset({Right.READ}))
+
+
 @pytest.mark.parametrize("key", ["access_uids", "access_gids", "access_socket_owner", "access_socket_group"])
 def test_a_name_that_this_machine_does_not_know_is_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace("_", ".", 1)):
