@@ -180,11 +180,13 @@ def test_tcp_without_a_token_is_for_this_machine_only() -> None:
 
 
 @pytest.mark.fault(108)
-def test_with_a_token_file_tcp_asks_for_the_token_and_the_socket_and_probes_do_not(shm_dir: Path) -> None:
+@pytest.mark.parametrize("users", ["", "7"])
+def test_with_a_token_file_tcp_asks_for_the_token_and_the_socket_and_probes_do_not(shm_dir: Path, users: str) -> None:
     (shm_dir / "token").write_text(TOKEN + "\n")
 
     async def run() -> None:
-        async with people(shm_dir, daemon_http=LOOPBACK, daemon_token_file=str(shm_dir / "token")) as opened:
+        token = str(shm_dir / "token")
+        async with people(shm_dir, daemon_http=LOOPBACK, daemon_token_file=token, access_uids=users) as opened:
             for header in (
                 {},
                 {"Authorization": TOKEN},

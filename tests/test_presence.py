@@ -107,6 +107,9 @@ def test_leading_ends_at_what_is_absent_or_unknown(clock: Clock) -> None:
     table.note(1, ids[2], False, 10)
     assert table.leading(1, ids) == 2
     assert table.count() == 3
+    table.note(1, ids[0], True, 20)
+    clock.now += 11
+    assert table.leading(1, ids) == 1, "what has ended is unknown"
     table.check()
 
 

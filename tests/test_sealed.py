@@ -110,6 +110,20 @@ def test_sealed_and_plain_records_are_read_side_by_side(disk: Disks, codec: str)
         assert good(tier, disk) == IDS[:4], "without the key the sealed ones are misses"
 
 
+def test_what_any_version_sealed_opens_and_only_with_the_key_of_its_namespace() -> None:
+    """Were the key made in another way, whoever comes after an update would find nothing."""
+    sealed = memoryview(
+        bytes.fromhex(
+            "a13fa6e613434763000102030405060708090a0b6862ce554fa569678b4b126681c4daef0d2a9960d93ec6e8b544b394c832d0"
+        )
+    )
+    found = bytearray(b"what was stored".upper())
+    Keys([MASTER]).open(b"\x09" * 32, b"about", sealed, memoryview(found))
+    assert found == b"what was stored"
+    with pytest.raises(Damaged, match="does not open"):
+        Keys([MASTER]).open(b"\x08" * 32, b"about", sealed, memoryview(found))
+
+
 def test_a_new_key_seals_and_the_old_one_still_opens(disk: Disks) -> None:
     written(disk, "off", MASTER, ids=IDS[:4])
     written(disk, "off", OTHER, MASTER, ids=IDS[4:])
