@@ -8,10 +8,10 @@ import pytest
 
 from terracekv.daemon.naming import find_namespace
 from terracekv.tests.hosts import BLOCK, SLOTS
-from terracekv.tests.stores import World, Worlds, ids_of, key, opened_worlds
+from terracekv.tests.stores import Arrivals, World, Worlds, ids_of, key, opened_worlds
 from terracekv.tiers.errors import NotFound
 from terracekv.tiers.slots import Slot
-from terracekv.tiers.tier import Miss
+from terracekv.tiers.tier import Miss, Outcome
 
 worlds = pytest.fixture(opened_worlds)
 
@@ -60,6 +60,28 @@ def test_ten_thousand_lookups_pin_nothing(worlds: Worlds) -> None:
         assert await w.put(*range(10, 10 + SLOTS)) == list(range(10, 10 + SLOTS))
 
     worlds.run(story, slabs=1, disk=False)
+
+
+def test_a_tier_that_fails_as_nobody_expects_is_a_miss_and_leaves_nothing_under_way(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(w: World) -> None:
+        def broken(*about: object) -> Outcome:
+            raise RuntimeError("a bug of the tier's")
+
+        await w.only_on_disk(1)
+        with monkeypatch.context() as patched:
+            patched.setattr(w.disk, "get", broken)
+            patched.setattr(w.disk, "put", broken)
+            arrivals = Arrivals()
+            w.store.acquire(w.namespace, ids_of(1), arrivals)
+            await w.put(2)
+            await w.idle()
+        assert arrivals.came == {0: Outcome.FAILED}
+        assert w.store.stats.writes_failed == 1 and w.store.stats.promotions_failed == 1
+        assert w.host.leases() == {} and w.host.status().blocks == 1
+
+    worlds.run(story)
 
 
 @pytest.mark.fault(15)
