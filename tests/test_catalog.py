@@ -9,6 +9,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from terracekv.tests.blocks import in_threads, name
@@ -282,3 +283,10 @@ def test_names_in_lmdbs_answers_are_interned_once(catalog: Catalog) -> None:
     kept = [id(name) for name in catalog._environment.info()] + [id(name) for name in catalog._environment.stat()]
     strangers = [str(number) * 3 for number in range(1_000)]
     assert [id(name) for answer in catalog._answers for name in answer] == kept and strangers
+
+
+def test_a_catalog_that_once_contradicted_itself_is_not_sound_again(catalog: Catalog) -> None:
+    for error, sound in ((lmdb.DiskError, True), (lmdb.CorruptedError, False), (lmdb.DiskError, False)):
+        with pytest.raises(TierDown), catalog._errors():
+            raise error("said by LMDB")
+        assert catalog.sound == sound
