@@ -140,7 +140,7 @@ def test_what_was_changed_between_its_commit_and_its_way_down_is_a_miss_there(sh
         with daemon.client() as honest:
             assert honest.get(keys).blocks == 0, "what is on disk is not what was committed"
             assert honest.put(keys, durable=True).stored == KEPT
-            until(lambda: of_disk(daemon, "puts") == KEPT, "the next put heals it, or the end of the read that came late")
+            until(lambda: of_disk(daemon, "puts") == KEPT, "the next put heals it, or the end of a late read")
             assert of_disk(daemon, "checksum_failures") == KEPT
         only_disk_outlives(daemon)
         with daemon.client() as honest:
