@@ -16,7 +16,9 @@ from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.disk import least_capacity_bytes
 from terracekv.tiers.entry import Entry
 from terracekv.tiers.errors import ConfigError, InUse
+from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.segment import SegmentFiles
+from terracekv.tiers.shelf import Segment
 from terracekv.tiers.tier import Outcome
 
 
@@ -170,6 +172,25 @@ def test_blocks_that_are_used_above_outlive_their_segment_though_they_are_never_
             assert put(tier, disk.namespace, name(index)) is Outcome.STORED
         assert verified(tier, disk.namespace, [name(3), name(17)]) == 2
         assert not tier.leading(disk.namespace, [name(4)])
+        tier.check()
+
+
+def test_blocks_that_are_saved_find_room_though_writers_take_all_they_can_get_meanwhile(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        above, taken = {name(3), name(17)}, list[tuple[Segment, int]]()
+
+        def held_above(namespace: Namespace, id: bytes) -> bool:
+            while room := tier._shelf.take(2):
+                taken.append(room)
+            return id in above
+
+        tier.roller.held_above = held_above
+        for index in range(30 * PER_SEGMENT):
+            assert put(tier, disk.namespace, name(index)) is Outcome.STORED
+            while taken:
+                segment, page = taken.pop()
+                tier._shelf.done(segment, page, 2, used=False)
+        assert verified(tier, disk.namespace, [name(3), name(17)]) == 2
         tier.check()
 
 

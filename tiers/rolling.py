@@ -59,11 +59,14 @@ class Roller:
         if not self._shelf.can_advance() and not self._evict_now():
             self._ledger.full("every segment is being read or written", "raise disk.size, or lower disk.segment")
             return False
-        if not self._shelf.advance() and not (self._evict_now() and self._shelf.advance()):
+        if not self._shelf.advance(keep=True) and not (self._evict_now() and self._shelf.advance(keep=True)):
             self._ledger.full("the disk has no room for a segment", "free space there, or lower disk.free_floor")
             return False
-        if not self._shelf.can_advance():
-            self._evict(save=True)
+        try:
+            if not self._shelf.can_advance():
+                self._evict(save=True)
+        finally:
+            self._shelf.share()
         return True
 
     def _evict_now(self) -> bool:
@@ -118,7 +121,7 @@ class Roller:
     def _save(self, name: bytes, entry: Entry, buffer: memoryview) -> int:
         """Append a block of a segment under eviction anew, without rolling; the segment, 0 when it must go."""
         pages = entry.end_page - entry.page
-        room = self._shelf.take(pages)
+        room = self._shelf.take(pages, saved=True)
         if room is None:
             return 0
         target, page = room

@@ -31,7 +31,9 @@ journal = Journal(__name__)
 class Segment:
     """One segment of the table. Fields change under the shelf's lock; ``number`` never does."""
 
-    __slots__ = ("number", "size", "pages", "cursor", "readers", "writers", "leaving", "unsynced", "doubtful", "_hits")
+    __slots__ = (
+        "number", "size", "pages", "cursor", "kept", "readers", "writers", "leaving", "unsynced", "doubtful", "_hits",
+    )  # fmt: skip
 
     def __init__(self, number: int, size: int, cursor: int) -> None:
         """``size`` is in bytes, ``cursor`` in pages."""
@@ -39,6 +41,8 @@ class Segment:
         self.size = size
         self.pages = size // PAGE
         self.cursor = min(cursor, self.pages)
+        self.kept = 0
+        """Pages of the free ones that are only for blocks saved from the segment that leaves next."""
         self.readers = 0
         self.writers = 0
         self.leaving = False
@@ -147,14 +151,17 @@ class Shelf:
         with self._lock:
             return number in self._table
 
-    def take(self, pages: int) -> tuple[Segment, int] | None:
-        """Room for a record at the end of the active segment; None when it does not fit. Ends with ``done``."""
+    def take(self, pages: int, *, saved: bool = False) -> tuple[Segment, int] | None:
+        """Room for a record at the end of the active segment; None when it does not fit. Ends with ``done``. ``saved``
+        blocks may have what is kept for them."""
         with self._lock:
             active = self._active
-            if active is None or active.cursor + pages > active.pages:
+            if active is None or active.cursor + pages > active.pages - (0 if saved else active.kept):
                 return None
             page = active.cursor
             active.cursor += pages
+            if saved:
+                active.kept = max(0, active.kept - pages)
             active.writers += 1
             active.unsynced = True
             return active, page
@@ -274,8 +281,15 @@ class Shelf:
         with self._lock:
             return bool(self._spares) or self._may_create()
 
-    def advance(self) -> bool:
-        """Make a spare or a new file the active segment; False when there is neither. One caller at a time."""
+    def share(self) -> None:
+        """No more blocks are to be saved: the active segment is for everybody."""
+        with self._lock:
+            if self._active is not None:
+                self._active.kept = 0
+
+    def advance(self, *, keep: bool = False) -> bool:
+        """Make a spare or a new file the active segment; False when there is neither. With ``keep`` half of it is for
+        blocks to be saved, until ``share``: writers, who are many, would have all of it first. One caller at a time."""
         while True:
             with self._lock:
                 spare = self._spares.pop(0) if self._spares else None
@@ -309,6 +323,7 @@ class Shelf:
                 self._creating = 0
             with self._lock:
                 self._active = self._table[number] = Segment(number, self.segment_bytes, 0)
+                self._active.kept = self._active.pages // 2 if keep else 0
             return True
 
     def sync(self) -> int:

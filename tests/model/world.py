@@ -28,6 +28,7 @@ from terracekv.kernels import cuda
 from terracekv.tests.faults import DISK, FaultLayer
 from terracekv.tests.kernels.fake_cupy import FakeCupy
 from terracekv.tests.kernels.gpus import bytes_at
+from terracekv.tests.promises import unwatched
 from terracekv.tiers import failpoint
 from terracekv.tiers.disk import DiskTier, least_capacity_bytes
 from terracekv.tiers.gpu import GpuTier
@@ -249,7 +250,8 @@ class World:
             future.cancel()
         self.mover.jobs.clear()
         self.turn()
-        self.tiers.close()
+        with unwatched():
+            self.tiers.close()
         assert not self.fake.left
 
     def crash(self) -> None:
