@@ -23,10 +23,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from terracekv.connector.client import Loaded
+from terracekv.connector.client import Loaded, Stored
 from terracekv.daemon.http_client import Door
 from terracekv.tests.harness import MIB, Blocks, Daemon, until
 from terracekv.tiers.errors import TerraceError
+from terracekv.tiers.tier import PAGE
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES_A_ROUND = 3
@@ -48,6 +49,8 @@ OTHER_BYTES = 40_960
 CHAIN = 6
 SAMPLE = 300
 """Older chains that are read back in a round."""
+STEP_BYTES = 16 * MIB
+"""What engines may store from one start of the daemon to the next, however long that takes."""
 WRITERS = 3
 READERS = 2
 
@@ -91,6 +94,7 @@ class Load:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._made = 0
+        self._left = 0
         self.durable: list[list[bytes]] = []
         """Chains of which every block was answered as durable."""
         self.failures: list[BaseException] = []
@@ -109,6 +113,24 @@ class Load:
             self._stop.set()
             for thread in threads:
                 thread.join()
+
+    def allow(self) -> None:
+        """A new start: engines may store again."""
+        with self._lock:
+            self._left = STEP_BYTES
+
+    def _put(self, client: Blocks, keys: list[bytes], durable: bool = False) -> Stored:
+        """Unless so much has been stored that the disk might have to evict what is durable."""
+        wanted = len(keys) * (client.block_bytes + PAGE)
+        with self._lock:
+            if self._left < wanted:
+                return Stored()
+            self._left -= wanted
+        stored = client.put(keys, durable)
+        if not stored.stored:  # as when no daemon runs
+            with self._lock:
+                self._left += wanted
+        return stored
 
     def check(self) -> None:
         """AssertionError when an engine saw wrong bytes, or ended."""
@@ -136,7 +158,7 @@ class Load:
             while not self._stop.wait(dice.uniform(0.001, 0.01)):
                 keys = client.chain(self._next(), dice.randint(1, CHAIN))
                 wants_durable = dice.random() < 0.6
-                stored = client.put(keys, wants_durable)
+                stored = self._put(client, keys, wants_durable)
                 if keys and stored.durable == len(keys):
                     with self._lock:
                         self.durable.append(keys)
@@ -156,7 +178,7 @@ class Load:
             size = dice.choice((BLOCK_BYTES, OTHER_BYTES))
             with self._daemon.client(size, model=f"guest {number % 400}", store_deadline_ms=5_000) as client:
                 keys = client.chain(number, CHAIN)
-                client.put(keys)
+                self._put(client, keys)
                 client.get(keys)
             with suppress(TerraceError):
                 Door(self._daemon.runtime).ask("POST", "/v1/sync")
@@ -214,6 +236,7 @@ class Rounds:
     def die_at(self, line: str) -> None:
         nth = 1 if RARE.match(line) else self.dice.choice((1, 2, 7, 23))
         self.daemon.failpoints = f"{line}*{nth}=kill"
+        self.load.allow()
         self.daemon.launch()
         try:
             assert self.daemon.wait(LINE_S_MAX) == -9, f"the daemon ended by itself:\n{self.daemon.tail()}"
@@ -228,6 +251,7 @@ class Rounds:
     def live(self) -> None:
         """Start, and note how long it took."""
         self.daemon.failpoints = ""
+        self.load.allow()
         begun = time.monotonic()
         self.daemon.start()
         self.summary.starts_s.append(time.monotonic() - begun)
@@ -265,8 +289,9 @@ class Rounds:
 
 
 def disk_bytes_for(rounds: int) -> int:
-    """Room for all that engines may store in so many rounds."""
-    return (256 + 64 * rounds) * MIB
+    """Room for all that engines may store in so many rounds, and for what is left over at the ends of segments."""
+    starts = rounds * (LINES_A_ROUND + 1) + 1
+    return 256 * MIB + starts * STEP_BYTES * 5 // 4
 
 
 def main() -> int:

@@ -13,8 +13,6 @@ from terracekv.tests.crash.rounds import EVICTING, Rounds, disk_bytes_for, named
 from terracekv.tests.harness import MIB, Daemon, until
 
 ROUNDS = int(os.environ.get("TERRACEKV_TEST_CRASH_ROUNDS", "20"))
-START_S_MAX = 5.0
-"""A bound for machines that do much else; the figure itself is printed."""
 BLOCKS = 200
 
 
@@ -32,7 +30,6 @@ def test_killed_at_every_named_line_and_at_random_it_keeps_what_was_durable(
         print(f"\n{summary}")
     assert not summary.missed
     assert summary.durable and summary.verified >= summary.durable
-    assert max(summary.starts_s) < START_S_MAX
 
 
 @pytest.mark.long
