@@ -9,7 +9,7 @@ from terracekv.tiers.errors import BadRequest
 from terracekv.tiers.slots import Slot
 
 DEADLINE_MS_MAX = 600_000
-ANSWER_MS = 20.0
+ANSWER_MS = 100.0
 """Kept of a deadline for the way back, or a tenth of it if that is less."""
 
 
