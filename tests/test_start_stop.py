@@ -127,12 +127,15 @@ def test_a_runtime_folder_that_another_user_has_made_is_refused(
         require_folders(config)
 
 
-def test_a_full_file_system_at_the_start_is_told_with_what_may_be_on_it(shm_dir: Path, tmp_path: Path) -> None:
-    daemon = Daemon(shm_dir, tmp_path, failpoints="namespaces.replace=errno:ENOSPC")
+@pytest.mark.parametrize(("error", "word"), [("ENOSPC", "full"), ("EROFS", "read-only"), ("EIO", "dmesg")])
+def test_a_file_system_that_takes_nothing_at_the_start_is_told_with_what_may_be_on_it(
+    shm_dir: Path, tmp_path: Path, error: str, word: str
+) -> None:
+    daemon = Daemon(shm_dir, tmp_path, failpoints=f"namespaces.replace=errno:{error}")
     try:
         daemon.launch()
         assert daemon.wait() == 1 and daemon.errors() == []
-        assert "daemon.state_dir" in daemon.tail(1) and "full" in daemon.tail(1)
+        assert "daemon.state_dir" in daemon.tail(1) and word in daemon.tail(1)
     finally:
         daemon.kill()
 
