@@ -57,8 +57,8 @@ HINTS = {
     errno.ENFILE: "the machine has no more open files to give: raise fs.file-max",
     errno.ENOSPC: "daemon.runtime_dir, daemon.state_dir or disk.path is on a file system that is full: df shows which",
     errno.EDQUOT: "this user may not write more where daemon.runtime_dir, daemon.state_dir or disk.path is: see quota",
-    errno.EROFS: "daemon.runtime_dir, daemon.state_dir or disk.path is on a file system that is read-only, perhaps after "
-    "an error of its medium: findmnt shows which, dmesg why",
+    errno.EROFS: "daemon.runtime_dir, daemon.state_dir or disk.path is on a file system that is read-only, perhaps "
+    "after an error of its medium: findmnt shows which, dmesg why",
     errno.EIO: "what daemon.runtime_dir, daemon.state_dir or disk.path is on cannot be read or written: see dmesg",
     errno.ELOOP: "a link stands where the daemon keeps a file of its own: remove it",
 }
