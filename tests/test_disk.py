@@ -19,7 +19,7 @@ from terracekv.tiers.errors import ConfigError, InUse
 from terracekv.tiers.namespace import Namespace
 from terracekv.tiers.segment import SegmentFiles
 from terracekv.tiers.shelf import Segment
-from terracekv.tiers.tier import Outcome
+from terracekv.tiers.tier import PAGE, Outcome
 
 
 @pytest.fixture
@@ -191,6 +191,29 @@ def test_blocks_that_are_saved_find_room_though_writers_take_all_they_can_get_me
                 segment, page = taken.pop()
                 tier._shelf.done(segment, page, 2, used=False)
         assert verified(tier, disk.namespace, [name(3), name(17)]) == 2
+        tier.check()
+
+
+@pytest.mark.parametrize("capacity", [least_capacity_bytes(SEGMENT), CAP])
+@pytest.mark.parametrize("part", [0.6, 0.99])
+def test_a_block_of_more_than_half_a_segment_finds_room_though_all_others_are_to_be_saved(
+    disk: Disks, capacity: int, part: float
+) -> None:
+    large = registered(disk.namespaces, 2, block_bytes=int(part * SEGMENT) // PAGE * PAGE)
+    with closing(disk.open(capacity)) as tier:
+        evicted = 0
+
+        def held_above(namespace: Namespace, id: bytes) -> bool:
+            nonlocal evicted
+            evicted += 1
+            assert evicted < 20 * PER_SEGMENT, "it goes on without end"
+            return True
+
+        for index in range(12 * PER_SEGMENT):
+            assert put(tier, disk.namespace, name(index)) is Outcome.STORED
+        tier.roller.held_above = held_above
+        assert put(tier, large, name(9999)) is Outcome.STORED
+        assert verified(tier, large, [name(9999)]) == 1
         tier.check()
 
 

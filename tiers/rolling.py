@@ -48,13 +48,14 @@ class Roller:
                 # Another thread may have rolled while this one waited.
                 if room := self._shelf.take(pages):
                     return room
-                if not self._roll():
+                if not self._roll(pages):
                     return None
 
-    def _roll(self) -> bool:
-        """Begin another active segment, and evict ahead for the one after it. The caller holds ``_rolling``."""
+    def _roll(self, pages: int) -> bool:
+        """Begin another active segment, and evict ahead for the one after it. The caller holds ``_rolling``, and wants
+        room for a record of so many pages: what is saved leaves it, or a large one would have to roll without end."""
         self._shelf.trim()
-        while self._shelf.over_limit() and self._evict(save=False):
+        while self._shelf.over_limit() and self._evict():
             pass
         if not self._shelf.can_advance() and not self._evict_now():
             self._ledger.full("every segment is being read or written", "raise disk.size, or lower disk.segment")
@@ -64,27 +65,27 @@ class Roller:
             return False
         try:
             if not self._shelf.can_advance():
-                self._evict(save=True)
+                self._evict(save=self._shelf.segment_bytes // PAGE - pages)
         finally:
             self._shelf.share()
         return True
 
     def _evict_now(self) -> bool:
         """Evict for room that is needed at once, from the full active segment when no other is idle."""
-        if self._evict(save=False):
+        if self._evict():
             return True
         self._shelf.seal()
-        return self._evict(save=False)
+        return self._evict()
 
-    def _evict(self, save: bool) -> bool:
-        """Empty the oldest idle segment; False when there is none. ``save`` appends anew those of its blocks that were
-        hit, here or above, up to half of the segment, so that eviction always gains room."""
+    def _evict(self, save: int = 0) -> bool:
+        """Empty the oldest idle segment; False when there is none. Those of its blocks that were hit, here or above,
+        are appended anew, in ``save`` pages and in half of the segment at most, so that eviction always gains room."""
         segment = self._shelf.victim()
         if segment is None:
             return False
         try:
             if save and (segment.hit or self.held_above is not None):
-                for number in self._save_hits(segment):
+                for number in self._save_hits(segment, min(save, segment.pages // 2)):
                     self._files.sync(number)  # or a loss of power would take what was on the medium before
             evicted = self._catalog.drop_segment(segment.number)
             failpoint("disk.evicted")
@@ -95,10 +96,9 @@ class Roller:
         self._ledger.left("capacity", evicted)
         return True
 
-    def _save_hits(self, segment: Segment) -> set[int]:
-        """Append its hits anew; the segments that took them."""
+    def _save_hits(self, segment: Segment, saving: int) -> set[int]:
+        """Append its hits anew, in so many pages at most; the segments that took them."""
         targets, stamps = set[int](), {namespace.stamp: namespace for namespace in self._namespaces}
-        saving = segment.pages // 2
         after = -1
         # Of the buffer only what the largest block takes is ever touched. It is not closed by hand: whatever goes wrong
         # below would still hold views of it, and closing would raise an error of its own in its place.
