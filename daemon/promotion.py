@@ -56,8 +56,10 @@ class Promoter:
         self._mover = mover
         self._stats = stats
         self._promoted = promoted
-        self.damaged: Promoted = lambda namespace, id, lower: None
-        """Told which block's bytes were wrong in the tier of the last try, and to be had from nowhere further down."""
+        self.damaged: Callable[[Namespace, bytes], None] = lambda namespace, id: None
+        """Told of a block whose bytes were wrong, and which could be had from nowhere further down."""
+        self.lacking: Promoted = lambda namespace, id, lower: None
+        """Told which block a tier did not give, though it was believed to have it."""
         self._coming: dict[Name, Coming] = {}
 
     @property
@@ -194,13 +196,14 @@ class Promoter:
         """A read brought nothing that may be believed: it is tried from further down, if it is there."""
         lower.flow.vanished += outcome is Outcome.MISS
         if outcome is not Outcome.HIT and not closing and self._namespaces.is_current(namespace):
+            self.lacking(namespace, id, lower)
             for next_lower in self._below[self._below.index(lower) + 1 :]:
                 if next_lower.leading(namespace, [id]):
                     self._coming[namespace.id, id].source = next_lower.name
                     self._read(namespace, id, slot, next_lower)
                     return
         if outcome is Outcome.DAMAGED:
-            self.damaged(namespace, id, lower)
+            self.damaged(namespace, id)
         self._host.abort([slot])
         self._settle(namespace, id, Outcome.STALE if outcome is Outcome.HIT else outcome, lower)
 

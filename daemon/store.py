@@ -104,7 +104,7 @@ class Store:
             events=self.events,
         )
         self.departed = Departed()
-        self.promoter.damaged = self._damaged
+        self.promoter.damaged, self.promoter.lacking = self.departed.damaged, self._lacking
         host.on_evict = self._left_host
         if disk is not None and 4 * host.status().capacity_bytes <= 3 * disk.capacity_bytes:
             disk.roller.held_above = host.has  # one about as large as the disk has nearly all of it, used or not
@@ -343,13 +343,11 @@ class Store:
         for through in self.through[: self.below.index(source) if source in self.below else None]:
             through.committed(namespace, [id], False)
 
-    def _damaged(self, namespace: Namespace, id: bytes, source: Lower) -> None:
-        """A tier has forgotten a block that it could not read. If it was stored anew meanwhile, that was not written
-        there, since the tier still had it."""
-        if source in self.below and self.host.leading(namespace, [id]):
+    def _lacking(self, namespace: Namespace, id: bytes, source: Lower) -> None:
+        """A tier could not read a block. If it has forgotten it for that, and it was stored anew meanwhile, that was
+        not written there, since the tier still had it."""
+        if source in self.below and self.host.leading(namespace, [id]) and not source.has(namespace, id):
             self.through[self.below.index(source)].committed(namespace, [id], True)
-        else:
-            self.departed.damaged(namespace, id)
 
     def _touched(self, namespace: Namespace, ids: Sequence[bytes]) -> None:
         for through in self.through if ids else ():

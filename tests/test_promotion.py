@@ -163,7 +163,7 @@ def test_a_read_that_fails_is_never_a_loaded_block(worlds: Worlds, fault: str) -
 def test_a_block_that_is_damaged_on_disk_is_a_miss_and_the_next_put_heals_it(worlds: Worlds, tmp_path: Path) -> None:
     async def story(w: World) -> None:
         await w.only_on_disk(1, 2)
-        _damage(tmp_path, 1)
+        _damage(tmp_path, 1, "wrong bytes")
         arrivals = Arrivals()
         w.store.acquire(w.namespace, ids_of(1, 2), arrivals)
         await w.idle()
@@ -177,25 +177,25 @@ def test_a_block_that_is_damaged_on_disk_is_a_miss_and_the_next_put_heals_it(wor
 
 
 @pytest.mark.parametrize("admission", ["all", "second_touch"])
+@pytest.mark.parametrize("trouble", ["wrong bytes", "a bad sector", "no file"])
 def test_a_block_stored_while_its_damaged_copy_is_read_is_on_disk_afterwards(
-    worlds: Worlds, tmp_path: Path, admission: str
+    worlds: Worlds, tmp_path: Path, admission: str, trouble: str
 ) -> None:
     """It was not written when it was stored: the disk had it, as far as anybody knew."""
 
     async def story(w: World) -> None:
         await w.only_on_disk(1)
-        _damage(tmp_path, 1)
         assert w.disk
         w.disk.reading.clear()
-        arrivals = Arrivals()
+        arrivals, again = Arrivals(), Arrivals()
         w.store.acquire(w.namespace, ids_of(1), arrivals)
         assert await w.put(1, durable=True) == [1]
+        _damage(tmp_path, 1, trouble)
         w.disk.reading.set()
         await w.idle()
-        assert arrivals.came[0] is Outcome.DAMAGED
+        assert isinstance(arrivals.came[0], Outcome)
         assert w.store.lookup(w.namespace, [key(1)]).per_tier == {"host": 1, "disk": 1}
         w.host.delete(w.namespace, ids_of(1))
-        again = Arrivals()
         w.store.acquire(w.namespace, ids_of(1), again)
         await w.idle()
         assert w.right(again.came[0], ids_of(1)[0])
@@ -204,16 +204,16 @@ def test_a_block_stored_while_its_damaged_copy_is_read_is_on_disk_afterwards(
     worlds.run(story, admission=admission)
 
 
-def _damage(folder: Path, index: int) -> None:
-    (segment,) = [path for path in (folder / "disk").rglob("*.segment") if _find(path, index) >= 0]
+def _damage(folder: Path, index: int, trouble: str) -> None:
+    if trouble == "a bad sector":
+        return failpoint.arm("segment.read*1-1=errno:EIO")
+    (begins,) = [payload_of(id, bytes([1]) * 32, BLOCK)[:64] for id in ids_of(index)]
+    (segment,) = [path for path in (folder / "disk").rglob("*.segment") if begins in path.read_bytes()]
+    if trouble == "no file":
+        return segment.unlink()
     with open(segment, "r+b") as file:
-        file.seek(_find(segment, index) + 100)
+        file.seek(segment.read_bytes().find(begins) + 100)
         file.write(b"\xff\x00\xff")
-
-
-def _find(segment: Path, index: int) -> int:
-    (id,) = ids_of(index)
-    return segment.read_bytes().find(payload_of(id, bytes([1]) * 32, BLOCK)[:64])
 
 
 def test_a_tier_full_of_leases_fails_a_promotion_by_name_and_leaves_the_block_where_it_is(worlds: Worlds) -> None:

@@ -9,7 +9,7 @@ import pytest
 from terracekv.daemon.sessions import tenant_salt
 from terracekv.tests.blocks import registered
 from terracekv.tests.s3_cluster import CHAIN, KEYS, RETURN_S, Cluster, come, loaded, opened_cluster
-from terracekv.tests.stores import SLOT, ids_of, key
+from terracekv.tests.stores import SLOT, Arrivals, ids_of, key
 from terracekv.tiers.block import block_id, namespace_id
 from terracekv.tiers.breaker import State
 from terracekv.tiers.entry import name_of
@@ -133,6 +133,33 @@ def test_a_block_whose_copy_on_disk_is_damaged_comes_from_the_bucket(cluster: Cl
             assert all(isinstance(slot, Slot) for slot in await loaded(a, *CHAIN))
             assert a.disk.status().counters.checksum_failures == 1
             assert (a.store.stats.loaded["disk"], a.store.stats.loaded["s3"]) == (7, 1)
+
+    cluster.run(story)
+
+
+def test_a_block_stored_while_no_tier_gives_its_copy_is_on_disk_afterwards_though_the_bucket_is_gone(
+    cluster: Cluster,
+) -> None:
+    async def story(c: Cluster) -> None:
+        async with c.node("a", disk=True) as a:
+            await a.put(3, durable=True)
+            await a.idle()
+            a.host.delete(a.namespace, ids_of(3))
+            place = a.disk._catalog.get(name_of(a.namespace.stamp, ids_of(3)[0]))
+            with open(a.disk._files.path(place.segment), "r+b") as file:
+                file.seek((place.page + 1) * PAGE)
+                file.write(b"damage")
+            a.disk.reading.clear()
+            arrivals = Arrivals()
+            a.store.acquire(a.namespace, ids_of(3), arrivals)
+            c.stub.go()
+            assert await a.put(3) == [3]
+            while a.store.through[0].blocks_under_way:
+                await asyncio.sleep(0.001)
+            a.disk.reading.set()
+            await a.idle()
+            assert not arrivals.slots and a.disk.status().counters.checksum_failures == 1
+            assert a.disk.leading(a.namespace, ids_of(3)) == 1
 
     cluster.run(story)
 
