@@ -127,7 +127,7 @@ class S3Tier:
         try:
             if not self._namespaces.is_current(namespace) or not self._epochs.current(namespace, deadline):
                 return Outcome.STALE
-            with self._scout.writing(id):
+            with self._scout.writing(id) as stripe:
                 present = self._scout.present(namespace, id, deadline)
                 if not present:
                     about = Record(id, namespace.id, namespace.epoch, namespace.block_bytes, 0, checksum, 0, 0)
@@ -135,6 +135,7 @@ class S3Tier:
                         self._coder.stored(namespace, payload, deadline) as coded,
                         self._vault.sealed(about, coded, payload, deadline) as sealed,
                     ):
+                        stripe.sent += 1
                         self._send(namespace, id, sealed, deadline)
                 if not self._namespaces.is_current(namespace):
                     return Outcome.STALE
@@ -153,7 +154,8 @@ class S3Tier:
     def get(self, namespace: Namespace, id: bytes, into: memoryview) -> Outcome:
         """See ``Tier.get``: straight into ``into``, no byte of which after the payload is touched."""
         deadline = time.monotonic() + self.settings.timeout_s
-        writes = self._scout.stripe(id).writes
+        stripe = self._scout.stripe(id)
+        writes, sent = stripe.writes, stripe.sent
         try:
             current = self._namespaces.is_current(namespace) and self._epochs.current(namespace, deadline)
             found = current and self._caller.call(lambda: self._fetch(namespace, id, into, deadline), deadline)
@@ -170,7 +172,7 @@ class S3Tier:
         elif outcome is Outcome.MISS:
             self._scout.learned(namespace, id, False, self.settings.absent_ttl_s, writes)
         elif outcome is Outcome.DAMAGED:
-            self._scout.learned(namespace, id, False, QUARANTINE_S, writes, must=True)
+            self._scout.damaged(namespace, id, QUARANTINE_S, sent)
         self._ledger.got(outcome, namespace.block_bytes)
         return outcome
 
@@ -279,12 +281,11 @@ class S3Tier:
         return key_of(self.settings.root, namespace.id, namespace.epoch, id)
 
     def _send(self, namespace: Namespace, id: bytes, stored: Sealed, deadline: float) -> None:
-        key = self._key(namespace, id)
         buffers = pack(namespace, id, stored.codec, stored.view[: stored.size], stored.checksum)
 
         def send() -> None:
             started = time.perf_counter()
-            self._bucket.put(key, buffers, deadline)
+            self._bucket.put(self._key(namespace, id), buffers, deadline)
             self.chooser.sent(stored.size, time.perf_counter() - started)
 
         self._caller.call(send, deadline)

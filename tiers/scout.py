@@ -24,11 +24,13 @@ _STRIPES = 1024
 
 
 class Stripe:
-    """Puts and deletes of the blocks that fall on one stripe take turns; ``writes`` counts their begins and ends."""
+    """Puts and deletes of the blocks that fall on one stripe take turns. ``writes`` counts their begins and ends,
+    ``sent`` the objects that were sent: a put that found one there sends none."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.writes = 0
+        self.sent = 0
 
 
 class Scout:
@@ -84,13 +86,13 @@ class Scout:
         return about
 
     @contextmanager
-    def writing(self, id: bytes) -> Iterator[None]:
+    def writing(self, id: bytes) -> Iterator[Stripe]:
         """Be the only one that puts or deletes this block; what others learn of it meanwhile is not noted."""
         stripe = self.stripe(id)
         with stripe.lock:
             stripe.writes += 1
             try:
-                yield
+                yield stripe
             finally:
                 stripe.writes += 1  # who asked in the midst of it may have been answered from before it
 
@@ -98,18 +100,24 @@ class Scout:
         """To ask for ``writes`` before a question whose answer is to be noted with ``learned``."""
         return self._stripes[int.from_bytes(id[:2]) % _STRIPES]
 
-    def learned(
-        self, namespace: Namespace, id: bytes, present: bool, ttl_s: float, writes: int, must: bool = False
-    ) -> None:
-        """Note an answer, unless a put or delete came between the question and now. Without ``must`` it is dropped
-        rather than waited for when a write is under way, which may be of a neighbour on the stripe."""
+    def learned(self, namespace: Namespace, id: bytes, present: bool, ttl_s: float, writes: int) -> None:
+        """Note an answer, unless a put or delete came between the question and now. It is dropped rather than waited
+        for when a write is under way, which may be of a neighbour on the stripe."""
         stripe = self.stripe(id)
-        if stripe.lock.acquire(blocking=must):
+        if stripe.lock.acquire(blocking=False):
             try:
                 if stripe.writes == writes:
                     self.presence.note(namespace.stamp, id, present, ttl_s)
             finally:
                 stripe.lock.release()
+
+    def damaged(self, namespace: Namespace, id: bytes, ttl_s: float, sent: int) -> None:
+        """Note that an object is of no use, unless one was sent between its reading and now. A put that found it there
+        meanwhile knew no better, and must not keep the next one from sending it anew."""
+        stripe = self.stripe(id)
+        with stripe.lock:
+            if stripe.sent == sent:
+                self.presence.note(namespace.stamp, id, False, ttl_s)
 
     def note_age(self, namespace: Namespace, id: bytes, age_s: float) -> None:
         """An object of this age was seen, or stored."""

@@ -4,6 +4,7 @@ import math
 import random
 import time
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -191,6 +192,31 @@ def test_a_damaged_object_is_a_counted_miss_until_the_next_put_heals_it(
         assert put(a.tier, a.now, name(1), payloads[1]) is Outcome.STORED
         assert get(a.tier, a.now, name(1)) == (Outcome.HIT, payloads[1])
         assert get(a.tier, a.now, name(2)) == (Outcome.HIT, payloads[2])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_damage_is_believed_though_a_put_found_the_object_while_it_was_read_and_not_once_it_was_sent_anew(
+    a: Node, stub: S3Stub, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    put(a.tier, a.now, name(1))
+    damage("a byte of the payload", stub, a)
+    real, outcomes = a.tier._fetch, list[Outcome]()
+
+    def fetch(*about: Any) -> bool:
+        try:
+            return real(*about)
+        finally:
+            if not known:
+                a.tier._scout.presence.note(a.now.stamp, name(1), False, 60)
+            outcomes.append(put(a.tier, a.now, name(1)))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(a.tier, "_fetch", fetch)
+        assert get(a.tier, a.now, name(1))[0] is Outcome.DAMAGED
+    assert outcomes == [Outcome.PRESENT if known else Outcome.STORED]
+    assert a.tier.leading(a.now, [name(1)]) == int(not known)
+    assert put(a.tier, a.now, name(1)) is (Outcome.STORED if known else Outcome.PRESENT)
+    assert get(a.tier, a.now, name(1))[0] is Outcome.HIT
 
 
 @pytest.mark.parametrize(("switch", "value"), [("longer_by", 1), ("longer_by", 1 << 20), ("shorter_by", 1)])
