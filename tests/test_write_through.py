@@ -134,6 +134,30 @@ def test_while_there_is_no_room_the_tier_is_asked_about_none_of_what_is_due(
     worlds.run(story, queue_bytes=2 * SLOT)
 
 
+def test_of_what_is_stored_no_more_is_leased_than_there_is_room_for(
+    worlds: Worlds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(w: World) -> None:
+        assert w.disk
+        leased: list[bytes] = []
+        real = w.host.acquire
+
+        def acquire(namespace: Namespace, ids: Sequence[bytes], **how: bool) -> list[Slot | None]:
+            leased.extend(ids)
+            return real(namespace, ids, **how)
+
+        w.disk.writing.clear()
+        await w.put(0)
+        monkeypatch.setattr(w.host, "acquire", acquire)
+        await w.put(*range(1, 6))
+        assert leased == ids_of(1) and w.store.stats.writes_dropped == 4
+        w.disk.writing.set()
+        await w.idle()
+        assert w.store.stats.written == 2
+
+    worlds.run(story, queue_bytes=2 * SLOT)
+
+
 @pytest.mark.fault(44)
 def test_what_leaves_host_before_it_is_on_disk_is_counted(worlds: Worlds) -> None:
     async def story(w: World) -> None:
