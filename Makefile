@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= .venv-vllm
-BIN := $(CURDIR)/$(VENV)/bin
-VLLM_BIN := $(CURDIR)/$(VLLM)/bin
+# In quotes, for a folder whose name has spaces.
+BIN := "$(CURDIR)/$(VENV)/bin"
+VLLM_BIN := "$(CURDIR)/$(VLLM)/bin"
 # vLLM for the CPU; what it holds back; what comes with it and does not load beside it; what its tests need besides.
 VLLM_VERSION = 0.32.0
 CAPPED = ^(numpy|setuptools|transformers)==
@@ -85,7 +86,7 @@ bench: $(VENV)/dev.stamp  ## measure; one line of JSON for each figure
 	@for script in $(BENCHES); do $(BIN)/python -m terracekv.bench.$$(basename $$script .py) $(ARGS) || exit 1; done
 
 bench-vllm: $(VLLM)/stamp .models/small.stamp $(VENV)/cluster.stamp  ## the same, of the connector for vLLM
-	@for script in $(BENCHES_VLLM); do PATH="$(BIN):$$PATH" $(VLLM_BIN)/python -m terracekv.bench.$$(basename $$script .py) $(ARGS) || exit 1; done
+	@for script in $(BENCHES_VLLM); do PATH=$(BIN):"$$PATH" $(VLLM_BIN)/python -m terracekv.bench.$$(basename $$script .py) $(ARGS) || exit 1; done
 
 wheel: $(VENV)/run.stamp  ## build the wheel into dist/
 	rm -rf build dist *.egg-info
