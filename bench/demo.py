@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from terracekv.bench.served import Served, served
+from terracekv.bench.served import Ended, Served, served
 from terracekv.daemon.http_client import Door
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "design.md"
@@ -65,7 +65,7 @@ class Engine:
         return self._read()
 
     def ask(self, verb: str, *arguments: str) -> Answer:
-        """One line out, one line back. RuntimeError when the engine has ended."""
+        """One line out, one line back. Ended when the engine has."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps([verb, *arguments]), file=self._process.stdin, flush=True)
@@ -75,7 +75,7 @@ class Engine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"an engine ended with status {self._process.wait()}")
+            raise Ended(f"an engine ended with status {self._process.wait()}: its own words above say why")
         answer: Answer = json.loads(line)
         return answer
 
@@ -219,6 +219,9 @@ def main(show: Callable[[float], int], about: str | None, times: float) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return show(arguments.times)
+    except Ended as error:
+        print(error, file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

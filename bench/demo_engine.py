@@ -18,6 +18,7 @@ import torch
 from transformers import StoppingCriteria
 
 from terracekv.bench import small_model
+from terracekv.bench.models import NotFetched
 from terracekv.connector.transformers import TerraceCache
 
 BLOCK_TOKENS = 32
@@ -113,7 +114,10 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us ends us
     logging.getLogger("terracekv").setLevel(logging.ERROR)  # that the daemon goes away is part of the show
-    engine = Engine(sys.argv[1], Path(sys.argv[2]))
+    try:
+        engine = Engine(sys.argv[1], Path(sys.argv[2]))
+    except NotFetched as error:
+        sys.exit(str(error))
     verbs: dict[str, Callable[..., dict[str, Any]]] = {
         "join": engine.join,
         "plain": engine.plain,

@@ -11,6 +11,10 @@ MODELS = Path(__file__).resolve().parent.parent / ".models"
 HALF_MADE = "half-made-"
 
 
+class NotFetched(RuntimeError):
+    """A model is not here, and could not be had."""
+
+
 def once(name: str, make: Callable[[Path, Path], None]) -> Path:
     """The folder of this name. If it is not there, ``make(folder, scratch)`` fills an empty one; nobody sees it half
     full, and a process that wants the same meanwhile waits, and finds it done. What one that was killed had half made

@@ -19,6 +19,10 @@ from terracekv.daemon.protocol import LayerGroup, Layout, dense_strides
 BLOCK_TOKENS = 256
 
 
+class Ended(RuntimeError):
+    """A process that was started here has ended by itself, and said why on the error output that it shares with us."""
+
+
 class Served:
     """``runtime`` and ``state`` are the daemon's folders; both outlive a restart and end with the ``with``."""
 
@@ -40,12 +44,13 @@ class Served:
         return self.runtime / "engine.sock"
 
     def start(self) -> float:
-        """Start the daemon; seconds until its door answers."""
+        """Start the daemon; seconds until its door answers. Ended if it refuses to."""
         flags = [part for key, value in self.settings.items() for part in ("--set", f"{key}={value}")]
         started = time.perf_counter()
         self.process = subprocess.Popen([sys.executable, "-m", "terracekv.daemon", *flags])
         while True:
-            assert self.process.poll() is None, "the daemon did not start"
+            if self.process.poll() is not None:
+                raise Ended("the daemon did not start: its own words above say why, and what to do")
             with contextlib.suppress(OSError):
                 with socket.socket(socket.AF_UNIX) as probe:
                     probe.connect(str(self.socket))

