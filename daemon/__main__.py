@@ -121,8 +121,7 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
     try:
         if tiers.s3 is not None:
             probing = await _probe(tiers.s3, movers[-1], stop)
-        await engine.listen()
-        await http.listen()
+        await _open(engine, http)
     except BaseException:
         await _end(tiers, store, movers)
         raise
@@ -164,6 +163,16 @@ async def _serve(config: Config, tiers: Tiers, started: float) -> int:
         os._exit(verdict)  # what is stuck holds its tier: closing that would hang as well
     journal.info("TKV-STOPPED", f"stopped; the arena stays warm in {config.daemon.runtime_dir}")
     return verdict
+
+
+async def _open(engine: EngineDoor, http: HttpDoor) -> None:
+    """Open both doors, or neither."""
+    await engine.listen()
+    try:
+        await http.listen()
+    except BaseException:
+        await engine.close(0)
+        raise
 
 
 def _store(config: Config, tiers: Tiers) -> tuple[Store, list[Mover]]:

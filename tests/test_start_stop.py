@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +36,18 @@ class Bare(Daemon):
         command = f'exec "$0" "$@" {shut}'
         self.state.mkdir(exist_ok=True)
         self._process = subprocess.Popen(["sh", "-c", command, sys.executable, *self.program, *flags], cwd=self.state)
+
+
+def test_a_daemon_whose_port_is_taken_says_so_and_leaves_no_door_behind(shm_dir: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        values = {"daemon.runtime_dir": shm_dir, "daemon.state_dir": tmp_path, "daemon.http": address}
+        values |= {"host.size": "64MiB", "disk.enabled": "false"}
+        flags = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-m", "terracekv.daemon", *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and f"daemon.http: {address} cannot be bound" in done.stderr
+    assert [path for path in shm_dir.rglob("*") if path.is_socket()] == []
 
 
 @pytest.mark.parametrize("closed", [(0,), (2,), (0, 1, 2)])
