@@ -1,5 +1,6 @@
 """How disk keeps a tenant within its quota beside others, and beside its own blocks that are on their way."""
 
+import shutil
 import threading
 from contextlib import closing
 
@@ -50,4 +51,21 @@ def test_a_block_for_which_there_is_no_room_beside_those_on_their_way_evicts_not
             with tier.shares.admitted(red, 2 * RECORD) as second:
                 assert first and not second
             assert listed(tier, red) == [0]
+        tier.check()
+
+
+def test_blocks_that_a_rebuild_lists_behind_those_looked_at_make_room_too(disk: Disks) -> None:
+    """They lie before those that were put while it was not done, which were the oldest that were known."""
+    red = owned(disk.namespaces, 11, "red", BLOCK_BYTES)
+    with closing(disk.open()) as tier:
+        assert fill(tier, red, 0, 4) == [STORED] * 4
+    shutil.rmtree(disk.path / "catalog")
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding
+        tier.shares.limits = {"red": 2 * RECORD}
+        assert fill(tier, red, 4, 7) == [STORED] * 3
+        assert listed(tier, red) == [5, 6]
+        assert tier.rebuild() == 4 and listed(tier, red) == [0, 1, 2, 3, 5, 6]
+        assert fill(tier, red, 7, 8) == [STORED]
+        assert tier.shares.of("red") <= 2 * RECORD
         tier.check()
