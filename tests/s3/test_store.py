@@ -143,6 +143,24 @@ def test_a_prompt_in_host_is_answered_at_once_while_the_endpoint_hangs(cluster: 
     cluster.run(story)
 
 
+def test_what_was_flushed_while_the_bucket_was_asked_is_not_found(cluster: Cluster) -> None:
+    """Another node's flush is heard of with the answer: the blocks that were here are of the epoch before."""
+
+    async def story(c: Cluster) -> None:
+        async with c.node("a") as a:
+            await a.put(*CHAIN)
+            await a.idle()
+            c.stub.switches.stall = True
+            asked = a.far.asked
+            finding = asyncio.create_task(a.store.find(a.namespace, [*KEYS, key(50)], 30.0))
+            await come(lambda: a.far.asked > asked, "the bucket is asked")
+            a.host.namespaces.adopt(a.namespace.id, a.namespace.epoch + 1)
+            c.stub.switches.stall = False
+            assert (await finding).blocks == 0
+
+    cluster.run(story)
+
+
 def test_on_evict_writes_what_is_next_to_go_and_nothing_else(cluster: Cluster) -> None:
     async def story(c: Cluster) -> None:
         async with c.node("a", slabs=2, s3_admission="on_evict") as a:
