@@ -215,6 +215,22 @@ def test_weights_without_bytes_in_memory_are_not_read_to_see_whether_they_change
     assert seen.changed(model)
 
 
+def test_a_weight_that_is_not_read_to_see_a_change_is_known_from_another_in_its_place() -> None:
+    """As of one that does not lie in a row, or is packed by its layer."""
+    model = tiny()
+    layer = next(module for module in model.modules() if isinstance(module, torch.nn.Linear))
+
+    def in_columns(weight: torch.Tensor) -> torch.nn.Parameter:
+        return torch.nn.Parameter(weight.t().contiguous().t(), requires_grad=False)
+
+    layer.weight = in_columns(layer.weight.detach())
+    assert not layer.weight.is_contiguous()
+    before, seen = layer.weight, Weights(model)
+    assert not seen.changed(model)
+    layer.weight = in_columns(before + 1)
+    assert seen.changed(model)
+
+
 def test_an_encoder_decoder_is_refused_by_name() -> None:
     config = T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
