@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from terracekv.daemon.mover import Meter, Mover
+from terracekv.tiers.errors import TierDown, TierStuck
 
 
 @contextmanager
@@ -112,6 +113,58 @@ def test_what_a_job_raises_is_counted_and_reaches_who_asked() -> None:
                 await store
             assert mover.failures == 2 and mover.queue_bytes == 0
             assert await mover.load(lambda: "still at work") == "still at work"
+
+    run(test)
+
+
+def test_more_loads_than_may_wait_are_refused_and_those_before_them_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        monkeypatch.setattr("terracekv.daemon.mover.LOADS_MAX", 2)
+        with mover_of(threads=1) as mover:
+            gate = Gate()
+            running = mover.load(gate)
+            await gate.busy(1)
+            waiting = [mover.load(gate), mover.load(gate)]
+            refused = mover.load(gate)
+            gate.open()
+            with pytest.raises(TierDown, match="2 jobs wait already"):
+                await refused
+            assert await asyncio.gather(running, *waiting) == ["through"] * 3
+            assert await mover.load(lambda: "again") == "again"
+
+    run(test)
+
+
+def test_a_job_that_would_end_its_thread_ends_neither_worker_nor_loop() -> None:
+    async def test() -> None:
+        def leave() -> None:
+            raise SystemExit(3)
+
+        with mover_of(threads=1) as mover:
+            with pytest.raises(RuntimeError, match="SystemExit"):
+                await mover.load(leave)
+            assert await mover.load(lambda: "still at work") == "still at work"
+
+    run(test)
+
+
+def test_only_a_job_past_its_limit_is_stuck_and_only_what_may_be_let_go_is() -> None:
+    async def test() -> None:
+        with mover_of(threads=2) as mover:
+            gate = Gate()
+            patient = mover.load(gate, limit_s=1000.0)
+            await gate.busy(1)
+            assert mover.stalled_s == 0.0
+            stuck = mover.load(gate, limit_s=0.0)
+            await gate.busy(1)
+            assert mover.stalled_s > 0.0
+            kept, gone, store = mover.load(gate), mover.load(gate, shed=True), mover.store(10, gate)
+            assert store is not None and mover.shed(TierStuck("it hangs", "wait")) == 2 and mover.queue_bytes == 0
+            for future in (gone, store):
+                with pytest.raises(TierStuck, match="it hangs"):
+                    await future
+            gate.open()
+            assert [*await asyncio.gather(patient, stuck, kept)] == ["through"] * 3
 
     run(test)
 
