@@ -70,6 +70,16 @@ def test_only_a_trial_closes_it_and_calls_are_refused_meanwhile() -> None:
     breaker.check()
 
 
+def test_failures_of_before_do_not_count_once_a_trial_has_closed_it() -> None:
+    breaker = closed(Breaker(failures_max=3))
+    for _ in range(3):
+        breaker.failed(WHY)
+    for _ in range(2):
+        closed(breaker).failed(WHY)
+        assert state_of(breaker) is State.CLOSED
+        breaker.trip(WHY)
+
+
 def test_trials_that_fail_become_rarer_up_to_a_limit_and_start_anew() -> None:
     breaker = closed(Breaker(pause_s_min=0.5, pause_s_max=4.0))
     breaker.trip(WHY)
