@@ -87,6 +87,21 @@ def test_one_request_that_is_longer_than_a_connection_may_wait_with_is_served(
     worlds.run(told(story))
 
 
+def test_what_a_lease_of_several_blocks_keeps_is_given_back_once_when_the_last_has_come(worlds: Worlds) -> None:
+    async def story(w: World, doors: Doors) -> None:
+        engine = await doors.engine()
+        await engine.store(MORE)
+        await lost_from_host(w, *(block_id(key, 0) for key in KEYS[:3]))
+        leased = await engine.ask(Acquire(5, MORE, 20_000))
+        assert isinstance(leased, Leased) and leased.pending == [0, 1, 2]
+        (connection,) = doors.door.connections
+        for _ in range(3):
+            assert isinstance(await engine.read(), Ready)
+        assert not connection._inbox._waiting_bytes
+
+    worlds.run(told(story))
+
+
 def test_who_asks_again_and_again_for_a_block_on_its_way_is_told_of_it_no_more_often_than_a_connection_may_wait(
     worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
