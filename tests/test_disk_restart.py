@@ -252,6 +252,18 @@ def test_a_rebuild_that_is_killed_begins_again(
         assert verified(tier, disk.namespace, map(name, range(5 * PER_SEGMENT))) == 5 * PER_SEGMENT
 
 
+def test_a_tier_that_is_closed_before_its_rebuild_is_done_begins_it_again(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        for index in range(3):
+            put(tier, disk.namespace, name(index))
+    (disk.path / "catalog" / "data.mdb").unlink()
+    for _ in range(2):
+        with closing(disk.open()) as tier:
+            assert tier.rebuilding
+    with closing(disk.open()) as tier:
+        assert tier.rebuild() == 3 and verified(tier, disk.namespace, map(name, range(3))) == 3
+
+
 def test_a_rebuild_brings_back_no_flushed_block(
     disk: Disks,
 ) -> None:
