@@ -10,6 +10,7 @@ from terracekv.daemon import recovery
 from terracekv.tests.blocks import get, in_threads, name, put, verified
 from terracekv.tests.disks import PER_SEGMENT, Disks, crash
 from terracekv.tiers import folder
+from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.entry import id_of
 from terracekv.tiers.segment import Record, SegmentFiles
 from terracekv.tiers.tier import PAGE, Outcome
@@ -262,6 +263,21 @@ def test_a_tier_that_is_closed_before_its_rebuild_is_done_begins_it_again(disk: 
             assert tier.rebuilding
     with closing(disk.open()) as tier:
         assert tier.rebuild() == 3 and verified(tier, disk.namespace, map(name, range(3))) == 3
+
+
+def test_a_catalog_that_could_not_be_synced_at_the_end_is_not_trusted_after_a_loss_of_power(
+    disk: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(catalog: Catalog) -> None:
+        raise OSError("no such medium any more")
+
+    with monkeypatch.context() as patched, closing(disk.open()) as tier:
+        put(tier, disk.namespace, name(1))
+        patched.setattr(Catalog, "sync", broken)
+        tier.close()
+    monkeypatch.setattr(folder, "boot_id", lambda: "another boot")
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding and tier.rebuild() == 1
 
 
 def test_a_rebuild_brings_back_no_flushed_block(
