@@ -4,6 +4,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from terracekv.daemon import recovery
@@ -12,6 +13,7 @@ from terracekv.tests.disks import PER_SEGMENT, Disks, crash
 from terracekv.tiers import folder
 from terracekv.tiers.catalog import Catalog
 from terracekv.tiers.entry import id_of
+from terracekv.tiers.errors import TierDown
 from terracekv.tiers.segment import Record, SegmentFiles
 from terracekv.tiers.tier import PAGE, Outcome
 
@@ -276,6 +278,15 @@ def test_a_catalog_that_could_not_be_synced_at_the_end_is_not_trusted_after_a_lo
         patched.setattr(Catalog, "sync", broken)
         tier.close()
     monkeypatch.setattr(folder, "boot_id", lambda: "another boot")
+    with closing(disk.open()) as tier:
+        assert tier.rebuilding and tier.rebuild() == 1
+
+
+def test_a_catalog_that_contradicted_itself_is_rebuilt_at_the_next_start(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        put(tier, disk.namespace, name(1))
+        with pytest.raises(TierDown), tier._catalog._errors():
+            raise lmdb.CorruptedError("said by LMDB")
     with closing(disk.open()) as tier:
         assert tier.rebuilding and tier.rebuild() == 1
 

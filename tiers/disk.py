@@ -265,9 +265,7 @@ class DiskTier:
 
     def check(self) -> None:
         """See ``Tier.check``: every entry names a record of its segment, every file is counted, all is within the cap.
-
-        Reads a header per block.
-        """
+        Reads a header per block."""
         self._shelf.check()
         self._records.check()
         assert SMALL_BYTES + self._shelf.cost + self._catalog.map_bytes <= self.capacity_bytes
@@ -285,7 +283,9 @@ class DiskTier:
             failpoint("catalog.sync")
             self._catalog.sync()
             self._catalog.close()
-            if self._catalog.sound and not self.rebuilding:
+            if not self._catalog.sound:  # seen by somebody who only asked for the books, perhaps
+                self._owned.distrust()
+            elif not self.rebuilding:
                 self._owned.closed(self._namespaces.identity, self._owned.synced, self.folder / "catalog" / DATA)
         except (OSError, TierDown) as error:
             self._failed(error)
