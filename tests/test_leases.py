@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from terracekv.connector.connection import Connection
 from terracekv.connector.leases import Leases
 from terracekv.tests.harness import TOKENS, Daemon, layout_of, until
 
@@ -79,3 +80,22 @@ def test_a_released_lease_does_not_end_another(daemon: Daemon) -> None:
         scheduler.release(first)
         assert scheduler.lasts(second)
         until(lambda: held_blocks(daemon) == 2, "the other goes on")
+
+
+@pytest.mark.parametrize("error", [TimeoutError, BrokenPipeError])
+def test_a_release_that_does_not_get_through_ends_the_session_and_with_it_the_lease(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    def broken(self: Connection, message: object, deadline: float) -> None:
+        raise error("the daemon does not read")
+
+    with daemon.client() as client, closing(leases(daemon)) as scheduler:
+        keys = client.chain(1, 3)
+        client.put(keys)
+        held = scheduler.hold(keys)
+        assert held is not None and held_blocks(daemon) == 3
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "tell", broken)
+            scheduler.release(held)
+        assert not scheduler.lasts(held)
+        until(lambda: held_blocks(daemon) == 0, "its leases ended with the session")
