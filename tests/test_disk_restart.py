@@ -291,6 +291,18 @@ def test_a_catalog_that_contradicted_itself_is_rebuilt_at_the_next_start(disk: D
         assert tier.rebuilding and tier.rebuild() == 1
 
 
+def test_neither_a_rebuild_nor_an_audit_keeps_a_segment_from_being_evicted_afterwards(disk: Disks) -> None:
+    with closing(disk.open()) as tier:
+        for index in range(2 * PER_SEGMENT):
+            put(tier, disk.namespace, name(index))
+    (disk.path / "catalog" / "data.mdb").unlink()
+    with closing(disk.open()) as tier:
+        assert tier.rebuild() == 2 * PER_SEGMENT
+        assert not any(segment.readers for segment in tier._shelf.segments())
+        assert tier.audit(None).checked
+        assert not any(segment.readers for segment in tier._shelf.segments())
+
+
 def test_a_rebuild_brings_back_no_flushed_block(
     disk: Disks,
 ) -> None:
