@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from terracekv.connector.client import Client, Loaded, Stored
+from terracekv.connector.connection import after
 from terracekv.daemon import protocol
 from terracekv.daemon.protocol import LENGTH, LayerGroup, Layout, dense_strides
 
@@ -28,6 +29,7 @@ MIB = 1 << 20
 TOKENS = 4
 """Tokens in a block."""
 START_S = 30.0
+JOIN_S = 30.0
 SETTINGS = {
     "daemon.http": "",
     "daemon.drain_s": "5",
@@ -254,6 +256,10 @@ class Blocks(Client):
         for key, found in zip(keys[: loaded.blocks], into, strict=False):
             assert found == payload_of(key, self.block_bytes, shard), f"{key.hex()} came back with other bytes"
         return loaded
+
+    def _join(self, deadline: float) -> None:
+        """With more time than an engine has for it: a busy machine may need more than a second to note a namespace."""
+        super()._join(max(deadline, after(JOIN_S * 1e3)))
 
     def rejoin(self) -> None:
         """Notice that the daemon went away, and wait until it is joined again."""

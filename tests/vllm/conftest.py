@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from terracekv.tests.harness import Daemon
+from terracekv.connector import client as client_module
+from terracekv.tests.harness import JOIN_S, Daemon
 from terracekv.tests.mock_engine import Engine
 
 
@@ -19,6 +20,12 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     with Daemon(folder, tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon
     shutil.rmtree(folder)
+
+
+@pytest.fixture(autouse=True)
+def there_is_time_to_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than an engine takes for it: a busy machine may need more than a second to note a namespace."""
+    monkeypatch.setattr(client_module, "JOIN_S", JOIN_S)
 
 
 @pytest.fixture
