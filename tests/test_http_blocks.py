@@ -169,7 +169,7 @@ async def test_a_key_that_is_no_digest_is_refused(people: People, key: str) -> N
 async def test_a_reader_that_stalls_loses_its_connection_and_its_lease(
     people: People, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_blocks, "DOWNLOAD_IDLE_S", 0.05)
+    monkeypatch.setattr(http_blocks, "DOWNLOAD_IDLE_S", 0.5)
     namespace = people.register(block_bytes=1 << 20)
     await people.put(namespace, KEY)
     reader, writer = await people.connect()

@@ -170,7 +170,7 @@ async def test_large_bodies_wait_for_one_another(people: People, monkeypatch: py
         reader, writer = await people.connect()
         head = HEAD.format(len(body))
         writer.write(head.encode() + body[:10])
-        await asyncio.sleep(0.01)
+        await until(lambda: bodies._reading_bytes > 0)
         most = max(most, bodies._reading_bytes)
         writer.write(body[10:])
         status = int((await reader.readline()).split()[1])

@@ -1,6 +1,8 @@
 """A daemon's store over a bucket: what one node stored another loads, and nothing above waits for the bucket."""
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
@@ -8,7 +10,7 @@ from terracekv.daemon.stats import Found
 from terracekv.tests.hosts import SLOTS
 from terracekv.tests.s3_cluster import CHAIN, KEYS, Cluster, come, loaded, opened_cluster
 from terracekv.tests.stores import SLOT, Arrivals, ids_of, key
-from terracekv.tiers.tier import Miss
+from terracekv.tiers.tier import Miss, Outcome
 
 cluster = pytest.fixture(opened_cluster)
 
@@ -235,7 +237,7 @@ def test_what_loads_slower_than_it_computes_is_not_offered(cluster: Cluster) -> 
     cluster.run(story)
 
 
-def test_a_slow_link_is_not_shared_by_all_reads_at_once(cluster: Cluster) -> None:
+def test_a_slow_link_is_not_shared_by_all_reads_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(c: Cluster) -> None:
         async with c.node("a", is_workers=4) as a:
             await a.put(*CHAIN)
@@ -247,10 +249,17 @@ def test_a_slow_link_is_not_shared_by_all_reads_at_once(cluster: Cluster) -> Non
             a.far.read._bytes = 1000.0 * a.far.read._busy_s
             assert a.far.window(SLOT) == 1 and a.far.window(100) == 4
             a.host.delete(a.namespace, ids_of(*CHAIN))
-            c.stub.at_once_max = 0
-            c.stub.switches.delay_s = 0.01
+            go_on, get = threading.Event(), a.far.tier.get
+
+            def held(*about: Any) -> Outcome:
+                assert go_on.wait(30)
+                outcome: Outcome = get(*about)
+                return outcome
+
+            monkeypatch.setattr(a.far.tier, "get", held)
             task = asyncio.create_task(loaded(a, *CHAIN[:3]))
             await come(lambda: a.far._reading == 1 and a.far.queued == 2, "one is read, two wait")
+            go_on.set()
             await task
 
     cluster.run(story)

@@ -101,7 +101,7 @@ def test_a_prompt_that_is_computed_in_chunks_is_stored_on_the_way(engine: Make) 
         long = first.add(prompt("a", 100))
         while long.num_computed_tokens < 60:
             first.step()
-        until(lambda: first.step() is not None and not _under_way(first), "its stores are done", 10)
+        until(lambda: first.step() is not None and not _under_way(first), "its stores are done")
         with engine() as second:
             early = prompt("b", 100)
             second.ask(early)
@@ -225,7 +225,7 @@ def test_hits_are_told_by_tier(engine: Make) -> None:
     with engine() as second:
         asked = prompt("b", 50)
         second.add(asked)
-        until(lambda: second.step() is not None and asked.loaded_tokens, "it is loaded", 10)
+        until(lambda: second.step() is not None and asked.loaded_tokens, "it is loaded")
         assert second.half is not None and second.half.loaded(asked) == {"host": 48}
         second.run()
         assert second.half.take_stats()["hit_tokens/host"] == 48

@@ -188,12 +188,12 @@ def test_a_request_that_lives_through_a_change_of_weights_begins_anew_under_the_
             second.add(asked)
         else:
             second.add(asked)
-            until(lambda: second.step() is not None and asked.status == "running", "it runs", 10)
+            until(lambda: second.step() is not None and asked.status == "running", "it runs")
         half = second.half
         assert half is not None
         if state == "found":
             tracked = half._requests["a"]
-            until(lambda: tracked.answer is not None and tracked.answer.found, "its lookup has come back", 10)
+            until(lambda: tracked.answer is not None and tracked.answer.found, "its lookup has come back")
         while state in ("answering", "preempted") and len(asked.answer) < 9:
             second.step()
         if state == "preempted":
@@ -204,7 +204,7 @@ def test_a_request_that_lives_through_a_change_of_weights_begins_anew_under_the_
         assert asked.loaded_tokens == 0, "what was computed before was loaded"
         assert asked.answer[said:] == truth(asked, weights=b"epoch 2", said=said)
         second.idle()
-        until(lambda: not half._lookups._holding and not half._lookups._session._held, "nothing is leased", 10)
+        until(lambda: not half._lookups._holding and not half._lookups._session._held, "nothing is leased")
         again = prompt("b", 80)
         assert second.ask(again) == [truth(again, weights=b"epoch 2")]
         assert again.loaded_tokens == 76, "it was stored for those that come after"
@@ -220,7 +220,7 @@ def test_kv_of_both_weights_is_stored_for_nobody(engine: Make, state: str) -> No
     with engine(chunk=16) as second:
         asked = second.add(prompt("a", 80 if state == "loading" else 120, answer_tokens=20))
         wanted = "loading" if state == "loading" else "running"
-        until(lambda: second.step() is not None and asked.status == wanted, "it is under way", 10)
+        until(lambda: second.step() is not None and asked.status == wanted, "it is under way")
         second.reset(b"epoch 2", running=False)
         second.idle()
         whole = Request("b", list(asked.all_token_ids))

@@ -34,7 +34,7 @@ def answered(engine: Engine, request: Request, computed: int = 0) -> int | None:
     """What the scheduler is told once the lookup has come back."""
     assert engine.half is not None
     tracked = engine.half._requests[request.request_id]
-    until(lambda: tracked.answer is None or tracked.answer.found is not None, "the lookup comes back", 10)
+    until(lambda: tracked.answer is None or tracked.answer.found is not None, "the lookup comes back")
     return engine.half.matched(request, computed)
 
 
