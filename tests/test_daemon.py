@@ -91,7 +91,7 @@ def test_a_daemon_that_stands_still_costs_one_budget_and_is_joined_when_it_goes_
         assert not client.joined, "nobody asks it again until it answers"
         for call in (client.lookup, client.get, client.put):
             assert "no_daemon" in str(call(keys))
-        assert time.monotonic() - before < 5, "far more than a budget, and no more than this machine may sleep"
+        assert time.monotonic() - before < 25, "far more than a budget, and less than a load or a store may take"
         assert client.last_trouble
         daemon.cont()
         client.lookup_budget_ms = 10_000
@@ -101,20 +101,22 @@ def test_a_daemon_that_stands_still_costs_one_budget_and_is_joined_when_it_goes_
 
 @pytest.mark.fault(52)
 def test_a_daemon_that_stands_still_in_a_load_or_store_costs_its_deadline(daemon: Daemon) -> None:
-    with daemon.client(load_deadline_ms=300, store_deadline_ms=300) as client:
+    with daemon.client() as client:
         keys, others = client.chain(1, 3), client.chain(2, 3)
-        client.put(keys)
+        assert client.put(keys).stored == 3
 
         def gather(index: int, payload: memoryview) -> None:
             payload[:] = payload_of(others[index], client.block_bytes)
             daemon.stop()
 
+        client.store_deadline_ms = 1000
         assert client.store(others, gather) == Stored(why="deadline") and not client.joined
         daemon.cont()
         client.rejoin()
         assert client.get(keys) == Loaded(3, None)
         assert client.get(others).blocks in (0, 3), "the daemon may have read the commit, and then it is whole"
         daemon.stop()
+        client.load_deadline_ms = 300
         assert client.get(keys) == Loaded(0, "deadline")
         daemon.cont()
         client.rejoin()
@@ -256,8 +258,8 @@ def test_lookups_do_not_wait_for_eight_reads_that_stand_still(daemon: Daemon) ->
     daemon.kill()
     for name in os.listdir(daemon.runtime):
         (daemon.runtime / name).unlink()
-    daemon.restart(daemon__io_threads="8", failpoints="segment.read=sleep:3")
-    with daemon.client(lookup_budget_ms=1500) as client, daemon.client(load_deadline_ms=300) as reader:
+    daemon.restart(daemon__io_threads="8", daemon__stuck_s="60", failpoints="segment.read=sleep:30")
+    with daemon.client() as client, daemon.client(load_deadline_ms=300) as reader:
         assert client.put(in_host).stored == 512
         assert reader.get(on_disk) == Loaded(0, "deadline"), "eight reads have begun"
         for _ in range(50):

@@ -141,7 +141,7 @@ def test_what_does_not_come_in_time_fails_by_name_and_is_not_leased_when_it_come
         await lost_from_host(w, block_id(KEYS[1], 0), block_id(KEYS[2], 0))
         assert w.disk
         w.disk.held.add(block_id(KEYS[2], 0))
-        leased = await engine.ask(Acquire(5, MORE, 200))
+        leased = await engine.ask(Acquire(5, MORE, 2000))
         assert isinstance(leased, Leased) and leased.pending == [1, 2] and leased.blocks == 3
         ready = await engine.read()
         assert isinstance(ready, Ready) and (ready.lease, ready.indices) == (leased.lease, [1]) and ready.slots[0]
@@ -245,14 +245,13 @@ def test_a_block_whose_shards_all_fail_is_told_of_once(worlds: Worlds) -> None:
 
 
 def test_who_does_not_say_hello_is_let_go(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terracekv.daemon.engine_door.HELLO_S", 0.05)
+    monkeypatch.setattr("terracekv.daemon.engine_door.HELLO_S", 0.5)
 
     async def story(w: World, doors: Doors) -> None:
-        silent, polite = await doors.connect(), await doors.engine()
+        polite, silent = await doors.engine(), await doors.connect()
         answer = await silent.read()
-        assert isinstance(answer, Error) and "no Hello" in answer.message
+        assert isinstance(answer, Error) and "no Hello" in answer.message, "later than the polite one would be let go"
         assert await silent.reader.read() == b""
-        await asyncio.sleep(0.1)
         assert isinstance(await polite.ask(Lookup(1, b"", 1000)), Found)
 
     worlds.run(told(story))

@@ -82,7 +82,7 @@ def test_a_signal_that_asks_for_something_does_not_end_a_daemon_that_starts(
 
 
 def test_an_interrupt_ends_a_daemon_that_starts_without_a_traceback(shm_dir: Path, tmp_path: Path) -> None:
-    daemon = Daemon(shm_dir, tmp_path, failpoints="arena.open=sleep:1")
+    daemon = Daemon(shm_dir, tmp_path, failpoints="arena.open=sleep:20")
     try:
         daemon.launch()
         until(lambda: (shm_dir / "owner.lock").exists(), "it opens its tiers")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from terracekv.tests.hosts import BLOCK
 from terracekv.tests.people import People, served
 from terracekv.tests.stores import World, Worlds, opened_worlds
 from terracekv.tests.test_engine_door_waits import Doors, told
-from terracekv.tiers import failpoint
+from terracekv.tiers import namespace
 
 pytestmark = pytest.mark.long
 
@@ -33,7 +34,7 @@ def flush_host(daemon: Daemon) -> None:
 @pytest.mark.fault(7)
 def test_a_disk_that_hangs_is_left_out_and_taken_back(shm_dir: Path, tmp_path: Path) -> None:
     with Daemon(
-        shm_dir, tmp_path, daemon__io_threads="2", daemon__stuck_s="0.3", failpoints="segment.read=sleep:4"
+        shm_dir, tmp_path, daemon__io_threads="2", daemon__stuck_s="0.3", failpoints="segment.read=sleep:8"
     ) as daemon:
         with daemon.client(load_deadline_ms=500) as client:
             keys, others = client.chain(1, 2), client.chain(2, 4)
@@ -154,7 +155,8 @@ def test_a_folder_of_state_that_hangs_keeps_new_models_out_and_nobody_else(
     async def story(w: World, doors: Doors) -> None:
         old = await doors.engine()
         heart = Heartbeat(w.store)
-        failpoint.arm("namespaces.replace=sleep:2")
+        answers = threading.Event()
+        monkeypatch.setattr(namespace, "failpoint", lambda name: name != "namespaces.replace" or answers.wait(30))
         stranger = await doors.connect()
         answer = await stranger.ask(hello(BLOCK, model="another"))
         assert isinstance(answer, Refused) and "daemon.state_dir did not answer" in answer.reason
@@ -162,7 +164,7 @@ def test_a_folder_of_state_that_hangs_keeps_new_models_out_and_nobody_else(
         assert heart.degraded and heart.degraded[0].startswith("daemon.state_dir: ")
         assert isinstance(await old.ask(Lookup(1, b"", 1000)), Found)
         await old.store(b"\1" * 32)
-        failpoint.disarm()
+        answers.set()
         until_s = time.monotonic() + 30
         while heart.degraded:
             assert time.monotonic() < until_s
