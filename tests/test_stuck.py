@@ -43,6 +43,7 @@ def test_a_disk_that_hangs_is_left_out_and_taken_back(shm_dir: Path, tmp_path: P
             assert client.put(others).stored == 4
             assert client.lookup(keys).blocks == 2
             assert client.get(keys).blocks == 0, "the disk hangs, and the engine computes"
+            client.load_deadline_ms = 30_000
             until(lambda: "TKV-TIER-STUCK" in daemon.log.read_text(), "it is seen")
             status, ready = daemon.http("/readyz")
             assert (

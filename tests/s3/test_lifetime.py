@@ -72,7 +72,7 @@ def test_flushes_that_race_leave_all_nodes_agreeing(nodes: Nodes) -> None:
 
 
 def test_a_flush_that_the_bucket_missed_is_made_up_for(nodes: Nodes, stub: S3Stub) -> None:
-    with nodes("a", timeout_s=0.5) as a, nodes("b", epoch_ttl_s=0) as b:
+    with nodes("a", timeout_s=3.0) as a, nodes("b", epoch_ttl_s=0) as b:
         put(a.tier, a.now, name(1))
         stub.go()
         with pytest.raises(TierDown):
@@ -92,7 +92,7 @@ def test_a_flush_that_the_bucket_missed_covers_what_others_stored_before_it_afte
     nodes: Nodes, stub: S3Stub
 ) -> None:
     with nodes("b", epoch_ttl_s=0) as b:
-        with nodes("a", timeout_s=0.5) as a:
+        with nodes("a", timeout_s=3.0) as a:
             put(a.tier, a.now, name(1))
             b.flush()
             assert put(b.tier, b.now, name(1)) is Outcome.STORED
