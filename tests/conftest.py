@@ -15,7 +15,7 @@ import pytest
 from terracekv.tests import promises
 
 SHM = Path("/dev/shm")
-GRACE_S = 5.0
+GRACE_S = 30.0
 """Time in which a thread or child that was told to end may still do so."""
 LIBRARIES_OWN = {"tqdm_monitor"}
 """Threads that a library keeps for the life of the process."""

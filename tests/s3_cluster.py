@@ -20,7 +20,7 @@ from terracekv.tiers.tier import Outcome
 
 CHAIN = list(range(8))
 KEYS = [key(index) for index in CHAIN]
-RETURN_S = 10.0
+RETURN_S = 30.0
 """In which the breaker closes after the server's return."""
 
 
@@ -68,7 +68,7 @@ def opened_cluster(stub: S3Stub, shm_dir: Path, tmp_path: Path, caplog: pytest.L
     caplog.get_records("call").clear()
 
 
-async def come(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+async def come(true: Callable[[], object], what: str, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, f"did not come: {what}"

@@ -16,7 +16,7 @@ from terracekv.tiers.s3 import S3Tier
 from terracekv.tiers.s3_record import EPOCH_BELIEVED_MAX, epoch_key, key_of
 from terracekv.tiers.s3_settings import S3Settings
 
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 DAMAGED_EPOCHS = [b"", b"one", b"-1", b"+1", b"1.0", b"1 ", b"\xc2\xb2", b"20261129222826", b"9" * 32]
 DAMAGED_EPOCHS += [b"%d" % epoch for epoch in (EPOCH_BELIEVED_MAX + 1, 2**32 - 1, 2**32, 2**64)]
 Nodes = Callable[..., AbstractContextManager["Node"]]

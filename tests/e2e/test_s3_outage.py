@@ -19,7 +19,7 @@ from terracekv.tests.seaweed import Seaweed, program, seaweed
 from terracekv.tests.tiny_engine import BLOCK, MODEL, answer, answer_with, prompt
 
 OUTAGE_S = float(os.environ.get("OUTAGE_S", "3"))
-RETURN_S = 10.0
+RETURN_S = 30.0
 """In which the breaker closes after the server's return."""
 LOOKUP_MS, LOAD_MS, STORE_MS = 500, 2_000, 2_000
 LATE_MS = 2_000

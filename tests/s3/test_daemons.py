@@ -20,7 +20,7 @@ from terracekv.tests.seaweed import program, seaweed
 
 pytestmark = pytest.mark.long
 
-RETURN_S = 10.0
+RETURN_S = 30.0
 """In which the breaker closes after the server's return."""
 Opened = Callable[..., Daemon]
 

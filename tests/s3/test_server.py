@@ -19,7 +19,7 @@ from terracekv.tiers.tier import Outcome
 
 pytestmark = [pytest.mark.s3, pytest.mark.skipif(program() is None, reason="SeaweedFS is not installed")]
 
-RETURN_S = 10.0
+RETURN_S = 30.0
 """In which the breaker closes after the server's return."""
 
 
