@@ -38,7 +38,7 @@ class Cluster:
             "endpoint": self.stub.endpoint,
             "credentials_file": str(self.stub.credentials),
         }
-        usual |= {"read_timeout_s": 0.3, "connect_timeout_s": 0.3, "timeout_s": 2.0, "workers": 4, "codec": "off"}
+        usual |= {"read_timeout_s": 1.0, "connect_timeout_s": 1.0, "timeout_s": 4.0, "workers": 4, "codec": "off"}
         return S3Settings(**(usual | more))
 
     @asynccontextmanager
