@@ -4,6 +4,7 @@ process or shared-memory file behind."""
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -20,6 +21,9 @@ GRACE_S = 30.0
 LIBRARIES_OWN = {"tqdm_monitor"}
 """Threads that a library keeps for the life of the process."""
 PREFIX = f"terracekv-test-{os.getpid()}-"
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As for all that a shell starts in the background: processes started here would have it ignored, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _threads() -> set[str]:
