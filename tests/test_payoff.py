@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ from aiohttp import web
 
 from terracekv.connector.payoff import looks_like_kv
 from terracekv.daemon.payoff import break_even
-from terracekv.daemon.payoff_cold import ANSWER_S, EngineTrouble, measured, of_rate
+from terracekv.daemon.payoff_cold import EngineTrouble, measured, of_rate
 from terracekv.daemon.payoff_models import Geometry, geometry_of
 from terracekv.tests.harness import Daemon, until
 from terracekv.tiers.codec import encode
@@ -254,9 +253,8 @@ def running(engine: Engine) -> Iterator[Engine]:
 
 
 def test_an_engine_that_does_not_end_its_stream_is_not_listened_to_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = itertools.count(0.0, ANSWER_S * 0.7)  # the third look at the clock is one too late
-    monkeypatch.setattr("terracekv.daemon.payoff_cold.monotonic", lambda: next(looks))
     with running(Engine()) as engine:
+        monkeypatch.setattr("terracekv.daemon.payoff_cold.monotonic", lambda: engine.now)
         engine.ends = False
         try:
             with pytest.raises(EngineTrouble, match="does not end"):
