@@ -18,7 +18,7 @@ from terracekv.daemon.protocol import (
     Reserved,
 )
 from terracekv.tests.stores import World, Worlds, opened_worlds
-from terracekv.tests.test_engine_door_waits import KEYS, MORE, Doors, lost_from_host, told
+from terracekv.tests.test_engine_door_waits import KEYS, MORE, Doors, Peer, lost_from_host, told
 from terracekv.tiers.block import block_id
 
 worlds = pytest.fixture(opened_worlds)
@@ -69,6 +69,14 @@ def test_a_connection_whose_requests_wait_with_much_is_not_served_further_until_
     worlds.run(told(story))
 
 
+async def lease_from_disk(w: World, engine: Peer) -> None:
+    """Of all of ``MORE`` the first three blocks have to come up."""
+    await engine.store(MORE)
+    await lost_from_host(w, *(block_id(key, 0) for key in KEYS[:3]))
+    leased = await engine.ask(Acquire(5, MORE, 20_000))
+    assert isinstance(leased, Leased) and leased.pending == [0, 1, 2]
+
+
 def test_one_request_that_is_longer_than_a_connection_may_wait_with_is_served(
     worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,10 +84,7 @@ def test_one_request_that_is_longer_than_a_connection_may_wait_with_is_served(
 
     async def story(w: World, doors: Doors) -> None:
         engine = await doors.engine()
-        await engine.store(MORE)
-        await lost_from_host(w, *(block_id(key, 0) for key in KEYS[:3]))
-        leased = await engine.ask(Acquire(5, MORE, 20_000))
-        assert isinstance(leased, Leased) and leased.pending == [0, 1, 2]
+        await lease_from_disk(w, engine)
         for _ in range(3):
             assert isinstance(await engine.read(), Ready)
         assert isinstance(await engine.ask(Lookup(6, MORE, 1000)), Found)
@@ -90,10 +95,7 @@ def test_one_request_that_is_longer_than_a_connection_may_wait_with_is_served(
 def test_what_a_lease_of_several_blocks_keeps_is_given_back_once_when_the_last_has_come(worlds: Worlds) -> None:
     async def story(w: World, doors: Doors) -> None:
         engine = await doors.engine()
-        await engine.store(MORE)
-        await lost_from_host(w, *(block_id(key, 0) for key in KEYS[:3]))
-        leased = await engine.ask(Acquire(5, MORE, 20_000))
-        assert isinstance(leased, Leased) and leased.pending == [0, 1, 2]
+        await lease_from_disk(w, engine)
         (connection,) = doors.door.connections
         for _ in range(3):
             assert isinstance(await engine.read(), Ready)
